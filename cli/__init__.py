@@ -1,0 +1,1 @@
+"""The command line, `hf-hybrid <command>`: thin commands with lazy imports."""
