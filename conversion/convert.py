@@ -1,0 +1,678 @@
+"""From a RoPE checkpoint to an HwH checkpoint: every tensor accounted for, streamed shard by shard, resumable.
+
+Everything is decided before the first byte is written: which source rows make which target tensor, in which file. That
+plan is `conversion.json`, it follows from the arguments alone, and a run that finds its own plan in an unfinished
+folder goes on where that one stopped.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import metadata_load, snapshot_download
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils.hub import convert_file_size_to_int
+
+from hf_hybrid import HwHConfig, HwHForCausalLM
+from hf_hybrid.conversion.allocate import Allocation
+from hf_hybrid.conversion.checkpoint_stream import (
+    FLOAT_DTYPES,
+    INDEX,
+    Shard,
+    ShardReader,
+    StateDictReader,
+    TensorReader,
+    TensorSpec,
+    fingerprint,
+    plan_shards,
+    shard_is_written,
+    write_index,
+    write_json,
+    write_shard,
+)
+from hf_hybrid.conversion.head_map import HeadMap
+from hf_hybrid.conversion.model_card import model_card
+from hf_hybrid.conversion.source_architectures import (
+    DROPPED,
+    SourceArchitecture,
+    rope_parameters,
+    source_architecture,
+)
+
+RECORD = "conversion.json"
+# What a user of the source finds beside its weights and expects beside the converted ones.
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+# Decay time constants of linear heads, in tokens: the range that a head map may choose in, and the value without one.
+# Longer ones start worse, however far the head looked (measured: spec of the upcycling preset).
+DECAY_TIMES = (2.0, 64.0)
+DEFAULT_DECAY_TIME = 8.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened source checkpoint. `name` is what the record and the card call it: no path of this machine."""
+
+    name: str
+    hub_id: str | None
+    revision: str | None
+    folder: Path
+    weight_files: list[Path]
+    raw_config: dict[str, Any]
+    config: PreTrainedConfig
+    architecture: SourceArchitecture
+    reader: TensorReader
+    gguf_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one target tensor is made: `build` applied to the `sources`; `how` says it in the record.
+
+    `dtype` is set where the tensor has a dtype of its own whatever the model's is.
+    """
+
+    sources: tuple[str, ...]
+    how: str
+    build: Callable[..., Tensor]
+    dtype: torch.dtype | None = None
+
+
+def open_source(model: str | Path, *, revision: str | None = None, gguf_file: str | None = None) -> Source:
+    """Opens a local folder, a hub id or a GGUF file (itself, or a folder and `gguf_file`).
+
+    Raises:
+        FileNotFoundError: no such folder, no config.json, no safetensors weights.
+        ValueError: a source that cannot be converted; the message names the kind.
+    """
+    folder = Path(model)
+    if folder.is_file() and folder.suffix == ".gguf":
+        folder, gguf_file = folder.parent, folder.name
+    hub_id = None
+    if not folder.is_dir():
+        if not 1 <= len(folder.parts) <= 2 or folder.is_absolute():
+            raise FileNotFoundError(f"{model} is neither a folder, nor a GGUF file, nor a hub id (owner/name).")
+        hub_id = str(model)
+        weights = [gguf_file] if gguf_file else ["*.safetensors", INDEX]
+        patterns = [*weights, "config.json", "README.md", *COMPANIONS]
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        revision = folder.name
+    elif revision is not None:
+        raise ValueError(f"revision is {revision!r}, but {model} is a local folder, which has only one.")
+
+    if gguf_file:
+        return _open_gguf(folder, gguf_file, hub_id, revision)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers model.")
+    raw_config = json.loads((folder / "config.json").read_text())
+    architecture = source_architecture(raw_config)
+    reader = ShardReader(folder)
+    return Source(
+        name=hub_id or folder.resolve().name,
+        hub_id=hub_id,
+        revision=revision,
+        folder=folder,
+        weight_files=reader.files,
+        raw_config=raw_config,
+        config=AutoConfig.from_pretrained(folder),
+        architecture=architecture,
+        reader=reader,
+    )
+
+
+def _open_gguf(folder: Path, gguf_file: str, hub_id: str | None, revision: str | None) -> Source:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = folder / gguf_file
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no file {gguf_file}.")
+    raw_config = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+    architecture = source_architecture(raw_config)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=torch.float32)
+    state_dict = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del state_dict[architecture.head]
+    return Source(
+        name=hub_id or path.stem,
+        hub_id=hub_id,
+        revision=revision,
+        folder=folder,
+        weight_files=[path],
+        raw_config=raw_config,
+        config=model.config,
+        architecture=architecture,
+        reader=StateDictReader(state_dict),
+        gguf_file=gguf_file,
+    )
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    heads: Allocation | Sequence[Sequence[int]] | None = None,
+    exact: bool = False,
+    head_map: HeadMap | None = None,
+    keep_rope: bool = False,
+    keep_window: bool = False,
+    preset: str = "upcycling",
+    overrides: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Writes the Hub-ready HwH checkpoint `out` from a RoPE checkpoint.
+
+    The work is done in `out` + ".partial" beside it, which becomes `out` when it is complete. Called again with the
+    same arguments after a kill, it goes on with the first unfinished shard; the result is the same to the byte.
+
+    Args:
+        source: local folder, hub id, or GGUF file.
+        out: folder to write; must not exist.
+        heads: the query heads of each layer that stay full attention, or an allocation that says so.
+        exact: every head full attention, with the source's own rotary layers and windows: the source model itself.
+        head_map: sets the decay of each linear head from its mean attended distance (8 tokens without a map).
+        keep_rope: full-attention heads keep rotary positions in the layers where the source has them.
+        keep_window: full-attention heads keep the source's sliding windows.
+        preset: the HwHConfig preset for everything else.
+        overrides: HwHConfig fields to set otherwise than the preset.
+        dtype: floating-point dtype of the weights; None keeps each tensor's. Decay parameters are always float32.
+        max_shard_size: bytes, or such as "5GB".
+        revision: of a hub id.
+        gguf_file: name of the GGUF file in `source`.
+        progress: called with bytes done and bytes in all.
+
+    Returns:
+        The record that is also written as `conversion.json`: source, settings, origin of every tensor, dropped tensors.
+
+    Raises:
+        FileExistsError: `out` exists, or an unfinished conversion with other arguments lies in its way.
+        FileNotFoundError, ValueError: the source, the heads or an option does not fit; nothing has been written then.
+    """
+    out = Path(out)
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} exists and is not overwritten. Choose another folder, or remove it.")
+    if exact and (heads is not None or overrides):
+        raise ValueError("exact keeps every head as it is: give it without heads and overrides.")
+    if not exact and heads is None:
+        raise ValueError("heads is not given: say which heads stay full attention (hf-hybrid allocate), or exact.")
+    opened = open_source(source, revision=revision, gguf_file=gguf_file)
+    try:
+        config = hwh_config(
+            opened,
+            heads="all" if exact else heads,
+            keep_rope=keep_rope or exact,
+            keep_window=keep_window or exact,
+            preset=preset,
+            overrides=overrides or {},
+            dtype=dtype,
+        )
+        dropped = account_for_source(opened)
+        recipes = plan_tensors(opened.architecture, config, _decay_times(config, head_map))
+        specs = plan_specs(opened, config, recipes, dtype)
+        shards = plan_shards(specs, convert_file_size_to_int(max_shard_size))
+        record = {
+            "source": {
+                "model": opened.name,
+                "revision": opened.revision,
+                "model_type": opened.architecture.model_type,
+                "files": {path.name: fingerprint(path) for path in opened.weight_files},
+            },
+            "settings": {
+                "exact": exact,
+                "keep_rope": keep_rope or exact,
+                "keep_window": keep_window or exact,
+                "preset": preset,
+                "overrides": dict(overrides or {}),
+                "dtype": str(config.dtype).removeprefix("torch."),
+                "shards": [shard.name for shard in shards],
+                "heads": {"strategy": "given"} if not isinstance(heads, Allocation) else heads.settings,
+                "head_map": head_map.digest() if head_map else None,
+            },
+            "versions": {name: version(name) for name in ("hf-hybrid", "transformers", "torch")},
+            "tensors": {name: {"from": list(recipe.sources), "how": recipe.how} for name, recipe in recipes.items()},
+            "dropped": dropped,
+        }
+        folder = out.with_name(out.name + ".partial")
+        _start_or_resume(
+            folder, record, sum(shard.num_bytes for shard in shards if not shard_is_written(folder, shard))
+        )
+        _write_companions(folder, opened, config)
+        card = model_card(config, opened.config, record, hub_id=opened.hub_id, license=_license(opened.folder))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        _write_weights(folder, shards, recipes, opened.reader, progress or (lambda done, total: None))
+        folder.rename(out)
+    finally:
+        opened.reader.close()
+    return record
+
+
+def hwh_config(
+    source: Source,
+    *,
+    heads: Allocation | Sequence[Sequence[int]] | str,
+    keep_rope: bool,
+    keep_window: bool,
+    preset: str,
+    overrides: Mapping[str, Any],
+    dtype: torch.dtype | None,
+) -> HwHConfig:
+    """The converted model's configuration. Arguments are those of [`convert`]; `heads="all"` keeps every head.
+
+    Raises:
+        ValueError: the heads or an override does not fit the source, or has no neutral start.
+    """
+    architecture, config = source.architecture, source.config
+    fields = architecture.hwh_fields(config)
+    if isinstance(heads, Allocation):
+        heads.check_model(config)
+        heads = heads.full_attention_heads
+    elif heads == "all":
+        heads = [range(config.num_attention_heads)] * config.num_hidden_layers
+    fields["full_attention_heads"] = [sorted(layer) for layer in heads]
+    if keep_rope:
+        rotated = architecture.rope_layers(config)
+        fields["full_attention_rope"] = [layer in rotated for layer in range(config.num_hidden_layers)]
+    if keep_window and (layers := architecture.window_layers(config)):
+        fields |= {"sliding_window": config.sliding_window, "sliding_window_layers": layers}
+    rotary_error = None
+    try:
+        fields["rope_parameters"] = rope_parameters(config, source.raw_config)
+    except ValueError as error:
+        rotary_error = error
+    if unknown := sorted(set(overrides) - set(HwHConfig.__dataclass_fields__)):
+        raise ValueError(f"overrides name {unknown[0]!r}, which is no field of HwHConfig.")
+    if settled := sorted(set(overrides) & set(fields)):
+        raise ValueError(
+            f"overrides set {settled[0]!r} to {overrides[settled[0]]!r}, but the source and heads settle it."
+        )
+
+    hwh = HwHConfig(preset=preset, **fields, **overrides)
+    if rotary_error and hwh.uses_rotary_positions:
+        raise rotary_error
+    stored = dtype or FLOAT_DTYPES[source.reader.specs[architecture.embedding].dtype]
+    hwh.dtype = stored
+    hwh.architectures = [HwHForCausalLM.__name__]
+    _refuse_without_neutral_start(hwh)
+    return hwh
+
+
+def _refuse_without_neutral_start(config: HwHConfig) -> None:
+    """Raises ValueError for options under which a converted head could not start as the source's head."""
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        if getattr(config, name) != config.head_dim:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, but the source's heads have head_dim {config.head_dim}: their rows "
+                "fill no other width."
+            )
+    if config.linear_output_gate == "elementwise":
+        raise ValueError(
+            "linear_output_gate is 'elementwise', a SiLU: its neutral start, zero, would silence every linear head. "
+            "Give 'headwise' or 'none'."
+        )
+    for branch, gate, scale in (
+        ("attention", config.attention_output_gate, config.attention_head_scale),
+        ("linear", config.linear_output_gate, config.linear_head_scale),
+    ):
+        if gate != "none" and not scale:
+            raise ValueError(
+                f"{branch}_output_gate is {gate!r} and starts at 1/2: give {branch}_head_scale=True too, which makes up "
+                "for it."
+            )
+
+
+def account_for_source(source: Source) -> dict[str, str]:
+    """Checks the checkpoint against its own configuration and returns the tensors to drop, each with the reason.
+
+    Raises:
+        ValueError: a tensor that the configuration asks for is absent, has another shape or no float dtype, or one
+            that nothing explains is there.
+    """
+    architecture, specs = source.architecture, source.reader.specs
+    expected = _shapes(lambda: AutoModelForCausalLM.from_config(source.config), tied_head=architecture.head)
+    for name, shape in expected.items():
+        if name not in specs:
+            raise ValueError(f"{source.name}: tensor {name} is missing; config.json asks for it, {list(shape)}.")
+        if specs[name].shape != shape:
+            raise ValueError(
+                f"{source.name}: tensor {name} is {list(specs[name].shape)}, but config.json makes it {list(shape)}."
+            )
+        if specs[name].dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"{source.name}: tensor {name} has dtype {specs[name].dtype}, so the model is quantised. Convert the "
+                "unquantised weights it was made from."
+            )
+    dropped = {}
+    for name in specs.keys() - expected.keys():
+        reasons = [reason for ending, reason in DROPPED.items() if name.endswith(ending)]
+        if name == architecture.head:
+            _check_tied(source)
+            reasons = [f"tied: the same values as {architecture.embedding}"]
+        if not reasons:
+            raise ValueError(
+                f"{source.name}: tensor {name} is not part of a {architecture.model_type} model with this config.json; "
+                "it would be lost."
+            )
+        dropped[name] = reasons[0]
+    return dict(sorted(dropped.items()))
+
+
+def _check_tied(source: Source) -> None:
+    head, embedding = (source.reader.tensor(name) for name in (source.architecture.head, source.architecture.embedding))
+    if not torch.equal(head, embedding):
+        raise ValueError(
+            f"{source.name}: tie_word_embeddings is true, but {source.architecture.head} differs from "
+            f"{source.architecture.embedding}. Set it to false in config.json if the head is the trained one."
+        )
+
+
+def _shapes(build: Callable[[], nn.Module], *, tied_head: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that a model saves, without allocating it; a tied head is not saved."""
+    with torch.device("meta"):
+        model = build()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del shapes[tied_head]
+    return shapes
+
+
+def _decay_times(config: HwHConfig, head_map: HeadMap | None) -> Tensor:
+    """Decay time constants in tokens `[layers, heads]`: the geometric mean of each head's attended distances."""
+    shape = (config.num_hidden_layers, config.num_attention_heads)
+    if head_map is None:
+        return torch.full(shape, DEFAULT_DECAY_TIME, dtype=torch.float64)
+    if "mean_log_distance" not in head_map.tensors:
+        raise ValueError(
+            f"the head map of {head_map.metadata['model']} (source: {head_map.metadata['source']}) has no "
+            "mean_log_distance, which sets the linear heads' decay; convert without a map for decay times of "
+            f"{DEFAULT_DECAY_TIME:g} tokens."
+        )
+    distances = head_map.tensors["mean_log_distance"].double()
+    if head_map.metadata["granularity"] == "kv_group":
+        distances = distances.repeat_interleave(head_map.group_size, dim=1)
+    if tuple(distances.shape) != shape:
+        raise ValueError(
+            f"the head map of {head_map.metadata['model']} has {list(distances.shape)} layers and heads, the model has "
+            f"{list(shape)}."
+        )
+    return distances.exp().clamp(*DECAY_TIMES)
+
+
+def head_rows(weight: Tensor, *, heads: Sequence[int], head_dim: int) -> Tensor:
+    """The rows of `heads`, in that order: `[H * D, ...]` -> `[len(heads) * D, ...]`."""
+    if list(heads) == list(range(weight.shape[0] // head_dim)):
+        return weight
+    return weight.unflatten(0, (-1, head_dim))[list(heads)].flatten(0, 1)
+
+
+def normed_head_rows(weight: Tensor, norm: Tensor, *, heads: Sequence[int], head_dim: int) -> Tensor:
+    """[`head_rows`] with the per-head norm's weight `[D]` multiplied in.
+
+    A linear head scales queries and keys to unit length, which undoes the RMS factor of the source's norm and leaves
+    its weight: unit(w * x / rms(x)) = unit(diag(w) x).
+    """
+    rows = head_rows(weight, heads=heads, head_dim=head_dim).unflatten(0, (-1, head_dim))
+    factors = norm.double().view(head_dim, *[1] * (weight.dim() - 1))
+    return (rows.double() * factors).flatten(0, 1).to(weight.dtype)
+
+
+def _identity_taps(channels: int, taps: int) -> Tensor:
+    weight = torch.zeros(channels, 1, taps)
+    weight[..., -1] = 1
+    return weight
+
+
+def plan_tensors(architecture: SourceArchitecture, config: HwHConfig, decay_times: Tensor) -> dict[str, Recipe]:
+    """The recipe of every target tensor, in the order in which they are written.
+
+    Args:
+        architecture: where the source keeps its tensors.
+        config: of the converted model.
+        decay_times: tokens `[layers, heads]`.
+    """
+
+    def copied(name: str) -> Recipe:
+        return Recipe((name,), "copied", lambda tensor: tensor)
+
+    def parts(bias: bool) -> tuple[str, ...]:
+        return ("weight", "bias") if bias else ("weight",)
+
+    def layer_recipes(layer: int) -> Iterator[tuple[str, Recipe]]:
+        prefix = architecture.layer.format(layer=layer)
+        for module in architecture.copied:
+            for part in parts(config.mlp_bias and module.startswith("mlp.")):
+                yield f"{module}.{part}", copied(f"{prefix}{module}.{part}")
+        heads = config.full_attention_heads[layer]
+        linear = [head for head in range(config.num_attention_heads) if head not in heads]
+        if heads:
+            for name, recipe in _attention_recipes(architecture, config, prefix, heads):
+                yield f"token_mixer.attention.{name}", recipe
+        if linear:
+            for name, recipe in _linear_recipes(architecture, config, prefix, linear, decay_times[layer]):
+                yield f"token_mixer.linear_attention.{name}", recipe
+        for part in parts(config.attention_output_bias):
+            yield f"token_mixer.o_proj.{part}", copied(f"{prefix}{architecture.output}.{part}")
+
+    recipes = {"model.embed_tokens.weight": copied(architecture.embedding)}
+    for layer in range(config.num_hidden_layers):
+        recipes |= {f"model.layers.{layer}.{name}": recipe for name, recipe in layer_recipes(layer)}
+    recipes["model.norm.weight"] = copied(architecture.final_norm)
+    if not config.tie_word_embeddings:
+        recipes["lm_head.weight"] = copied(architecture.head)
+    return recipes
+
+
+def _projections(
+    architecture: SourceArchitecture, config: HwHConfig, prefix: str, heads: list[int], kv_heads: list[int], fold: bool
+) -> Iterator[tuple[str, Recipe]]:
+    """q_proj, k_proj and v_proj of one branch; `fold` multiplies the source's query and key norms in."""
+    for name, module, norm, rows, kind in (
+        ("q_proj", architecture.query, architecture.query_norm, heads, "query"),
+        ("k_proj", architecture.key, architecture.key_norm, kv_heads, "key-value"),
+        ("v_proj", architecture.value, None, kv_heads, "key-value"),
+    ):
+        for part in ("weight", "bias") if config.attention_bias else ("weight",):
+            sources, how, build = (f"{prefix}{module}.{part}",), f"rows of {kind} heads {rows}", head_rows
+            if fold and norm:
+                sources, how, build = (
+                    (*sources, f"{prefix}{norm}.weight"),
+                    f"{how}, times norm weight",
+                    normed_head_rows,
+                )
+            yield f"{name}.{part}", Recipe(sources, how, partial(build, heads=rows, head_dim=config.head_dim))
+
+
+def _read_out(
+    gate: str, num_heads: int, head_scale: bool, norm: bool, config: HwHConfig
+) -> Iterator[tuple[str, Recipe]]:
+    """Norm, gate and scale of one branch, which together start as the identity."""
+    if norm:
+        yield "o_norm.weight", Recipe((), "ones", lambda: torch.ones(config.head_dim))
+    if gate != "none":
+        width = num_heads * (config.head_dim if gate == "elementwise" else 1)
+        yield (
+            "g_proj.weight",
+            Recipe((), "zeros: the gate starts at 1/2", lambda: torch.zeros(width, config.hidden_size)),
+        )
+    if head_scale:
+        scale = 1.0 if gate == "none" else 2.0
+        how = "ones" if gate == "none" else "twos: make up for the gate's 1/2"
+        yield "head_scale", Recipe((), how, lambda: torch.full((num_heads,), scale))
+
+
+def _attention_recipes(
+    architecture: SourceArchitecture, config: HwHConfig, prefix: str, heads: list[int]
+) -> Iterator[tuple[str, Recipe]]:
+    group_size = config.num_attention_heads // config.num_key_value_heads
+    kv_heads = sorted({head // group_size for head in heads})
+    yield from _projections(architecture, config, prefix, heads, kv_heads, fold=False)
+    if config.qk_norm:
+        for name, module in (("q_norm", architecture.query_norm), ("k_norm", architecture.key_norm)):
+            yield f"{name}.weight", Recipe((f"{prefix}{module}.weight",), "copied", lambda tensor: tensor)
+    yield from _read_out(
+        config.attention_output_gate, len(heads), config.attention_head_scale, config.attention_output_norm, config
+    )
+
+
+def _linear_recipes(
+    architecture: SourceArchitecture, config: HwHConfig, prefix: str, heads: list[int], decay_times: Tensor
+) -> Iterator[tuple[str, Recipe]]:
+    group_size = config.num_attention_heads // config.num_key_value_heads
+    kv_heads = [head // group_size for head in heads]
+    yield from _projections(architecture, config, prefix, heads, kv_heads, fold=architecture.qk_norm)
+    for name, how in (("a_proj", "zeros: the decay starts constant"), ("b_proj", "zeros: beta starts at its middle")):
+        yield f"{name}.weight", Recipe((), how, lambda: torch.zeros(len(heads), config.hidden_size))
+    channels, taps = 3 * len(heads) * config.head_dim, config.linear_conv_kernel_dim
+    yield "conv1d.weight", Recipe((), "identity: last tap 1, others 0", lambda: _identity_taps(channels, taps))
+    yield "decay.A_log", Recipe((), "zeros: rate 1", lambda: torch.zeros(len(heads)), torch.float32)
+    # exp(A_log) * softplus(dt_bias) = 1 / tau, so each token multiplies the state by exp(-1 / tau).
+    times = [float(decay_times[head]) for head in heads]
+    biases = [math.log(math.expm1(1 / time)) for time in times]
+    how = f"inverse softplus of 1 / tau, tau = {[round(time, 2) for time in times]} tokens"
+    yield "decay.dt_bias", Recipe((), how, lambda: torch.tensor(biases), torch.float32)
+    yield from _read_out(
+        config.linear_output_gate, len(heads), config.linear_head_scale, config.linear_output_norm, config
+    )
+
+
+def _make(recipe: Recipe, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return recipe.build(*tensors).to(dtype)
+
+
+def _target_dtype(
+    recipe: Recipe, reader: TensorReader, model_dtype: torch.dtype, dtype: torch.dtype | None
+) -> torch.dtype:
+    """Its own, else the one asked for, else that of the source's tensor, else the model's."""
+    if recipe.dtype or dtype:
+        return recipe.dtype or dtype
+    return FLOAT_DTYPES[reader.specs[recipe.sources[0]].dtype] if recipe.sources else model_dtype
+
+
+def plan_specs(
+    source: Source, config: HwHConfig, recipes: Mapping[str, Recipe], dtype: torch.dtype | None
+) -> dict[str, TensorSpec]:
+    """Shape and dtype of every target tensor, from running its recipe on tensors without data.
+
+    Raises:
+        ValueError: recipes and model disagree on a tensor, or a source tensor reaches no target.
+    """
+    reader = source.reader
+    specs = {}
+    with torch.device("meta"):
+        for name, recipe in recipes.items():
+            tensors = [
+                torch.empty(reader.specs[part].shape, dtype=FLOAT_DTYPES[reader.specs[part].dtype])
+                for part in recipe.sources
+            ]
+            target_dtype = _target_dtype(recipe, reader, config.dtype, dtype)
+            specs[name] = TensorSpec.of(_make(recipe, tensors, target_dtype))
+    expected = _shapes(lambda: HwHForCausalLM(config), tied_head="lm_head.weight")
+    for name in specs.keys() | expected.keys():
+        planned = specs[name].shape if name in specs else None
+        if planned != expected.get(name):
+            raise ValueError(f"target tensor {name}: planned {planned}, but the model has {expected.get(name)}.")
+    used = {part for recipe in recipes.values() for part in recipe.sources}
+    mapped = _shapes(lambda: AutoModelForCausalLM.from_config(source.config), tied_head=source.architecture.head)
+    if lost := sorted(mapped.keys() - used):
+        raise ValueError(f"source tensor {lost[0]} reaches no target tensor.")
+    return specs
+
+
+def _start_or_resume(folder: Path, record: dict[str, Any], num_bytes: int) -> None:
+    """Makes the working folder, or accepts one that was started with the same record."""
+    path = folder / RECORD
+    if path.is_file():
+        found = json.loads(path.read_text())
+        if found != json.loads(json.dumps(record)):
+            different = sorted(key for key in record if found.get(key) != json.loads(json.dumps(record[key])))
+            raise FileExistsError(
+                f"{folder} holds an unfinished conversion with another {', '.join(different)}. Finish it with the "
+                "arguments it was started with, or remove it."
+            )
+    elif folder.exists() and any(entry.name != f"{RECORD}.tmp" for entry in folder.iterdir()):
+        raise FileExistsError(f"{folder} exists and is no unfinished conversion. Remove it, or choose another folder.")
+    parent = folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(parent).free) < num_bytes:
+        raise OSError(f"{parent} has {free / 1e9:.2f} GB free, the converted weights need {num_bytes / 1e9:.2f} GB.")
+    folder.mkdir(exist_ok=True)
+    write_json(path, record)
+
+
+def _write_companions(folder: Path, source: Source, config: HwHConfig) -> None:
+    """Configuration, model code, tokenizer, chat template, generation config, licence."""
+    # An instance without weights: what is copied and what auto_map names follows from its class.
+    with torch.device("meta"):
+        model = HwHForCausalLM(config)
+    custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    for pattern in COMPANIONS:
+        for path in source.folder.glob(pattern):
+            if path.is_file():
+                target = folder / path.relative_to(source.folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+    if source.gguf_file:
+        AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file).save_pretrained(folder)
+    if not (folder / "generation_config.json").is_file():
+        # Old checkpoints keep generation parameters in config.json, where saving refuses them.
+        generation = GenerationConfig.from_model_config(dict(source.raw_config))
+        write_json(folder / "generation_config.json", json.loads(generation.to_json_string()))
+
+
+def _license(folder: Path) -> str | None:
+    """The licence that the source's own card states."""
+    card = folder / "README.md"
+    return (metadata_load(card) or {}).get("license") if card.is_file() else None
+
+
+def _write_weights(
+    folder: Path,
+    shards: list[Shard],
+    recipes: Mapping[str, Recipe],
+    reader: TensorReader,
+    progress: Callable[[int, int], None],
+) -> None:
+    total = sum(shard.num_bytes for shard in shards)
+    done = 0
+    for shard in shards:
+        if shard_is_written(folder, shard):
+            done += shard.num_bytes
+            progress(done, total)
+            continue
+
+        def make(name: str, shard: Shard = shard) -> Tensor:
+            nonlocal done
+            recipe, spec = recipes[name], shard.specs[name]
+            tensor = _make(recipe, [reader.tensor(part) for part in recipe.sources], FLOAT_DTYPES[spec.dtype])
+            done += spec.num_bytes
+            progress(done, total)
+            return tensor
+
+        write_shard(folder, shard, make)
+    write_index(folder, shards)

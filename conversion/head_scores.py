@@ -1,0 +1,193 @@
+"""RFIS, RPD and the Global Positional Band (GPBand): what rotary positions mean to each attention head.
+
+The names and the idea are those of "Modern Transformers Are Implicit Hybrids" (arXiv 2609.02986). The paper's formulas
+are not public here, so the definitions are ours. With pre-rotation queries q_i and keys k_j, rotary pairs f of angular
+frequency w_f, a logit scale s and a divergence D:
+
+    S_ij = s * sum_f q_if^T R((j - i) w_f) k_jf          A_i = softmax of S_i over the keys that query i may attend
+    RFIS(f) = mean over i of D(A_i, A_i without pair f)      RPD = mean over i of D(A_i, A_i without any rotation)
+
+Attention is always that of the unchanged forward pass; only its distribution is recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Stands for -inf in masked logits: its probability is 0 as well, and differences of two of them are not NaN.
+MASKED = -1e30
+
+
+def jensen_shannon(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Jensen-Shannon divergence in bits, 0..1, over the last dimension of two log-probabilities."""
+    a, b = log_a.exp(), log_b.exp()
+    log_mean = ((a + b) / 2).clamp_min(torch.finfo(a.dtype).tiny).log()
+    return ((a * (log_a - log_mean)).sum(-1) + (b * (log_b - log_mean)).sum(-1)) / (2 * math.log(2))
+
+
+def kullback_leibler(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(A || B) in nats over the last dimension of two log-probabilities."""
+    return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+
+def total_variation(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Half the L1 distance, 0..1, over the last dimension of two log-probabilities."""
+    return (log_a.exp() - log_b.exp()).abs().sum(-1) / 2
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "js": jensen_shannon,
+    "kl": kullback_leibler,
+    "tv": total_variation,
+}
+ABLATIONS = ("drop", "unrotate")
+
+
+class HeadScores(NamedTuple):
+    """Means over queries. rfis [H, F]; rpd, mean_distance (tokens), mean_log_distance (of 1 + tokens), entropy (nats)
+    [H]."""
+
+    rfis: Tensor
+    rpd: Tensor
+    mean_distance: Tensor
+    mean_log_distance: Tensor
+    entropy: Tensor
+
+
+def score_heads(
+    query: Tensor,
+    key: Tensor,
+    plain_query: Tensor,
+    plain_key: Tensor,
+    *,
+    pairs: Tensor,
+    positions: Tensor,
+    attendable: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    divergence: str = "js",
+    ablation: str = "drop",
+    max_elements: int = 2**19,
+) -> HeadScores:
+    """Scores of the heads of one layer on one sequence, from Q sampled queries and all T keys.
+
+    Args:
+        query: [H, Q, D] rotated. key: [K, T, D] rotated; query head h reads KV head h // (H // K).
+        plain_query, plain_key: the same without rotation. Equal to them in a layer without RoPE, whose RPD is then 0.
+        pairs: [F, 2] head dimensions of each rotary pair.
+        positions: [Q] of the queries. attendable: [Q, T] bool, the keys that each query may attend.
+        scaling, softcap: the logits are scaling * q.k, then softcap * tanh(logit / softcap).
+        divergence: "js" (bits), "kl" (nats) or "tv".
+        ablation: of a pair in RFIS: "drop" its logit term, or "unrotate" it.
+        max_elements: logits that are held at once, about; small enough for the processor's cache is fastest.
+    """
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence is {divergence!r}, must be one of {', '.join(DIVERGENCES)}")
+    if ablation not in ABLATIONS:
+        raise ValueError(f"ablation is {ablation!r}, must be one of {', '.join(ABLATIONS)}")
+    diverge = DIVERGENCES[divergence]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    kv_heads, tokens, _ = key.shape
+    heads, queries, _ = query.shape
+    group = heads // kv_heads
+    query, plain_query = (x.to(dtype).unflatten(0, (kv_heads, group)) for x in (query, plain_query))
+    key, plain_key = key.to(dtype), plain_key.to(dtype)
+
+    # What an ablation takes from the logits is left @ right: [K, F, G, Q, P] and [K, F, P, T], P = 2 or 4.
+    left, right = query[..., pairs].movedim(-2, 1), key[..., pairs].permute(0, 2, 3, 1)
+    if ablation == "unrotate":
+        left = torch.cat((left, -plain_query[..., pairs].movedim(-2, 1)), dim=-1)
+        right = torch.cat((right, plain_key[..., pairs].permute(0, 2, 3, 1)), dim=-2)
+
+    totals = HeadScores(query.new_zeros(kv_heads, group, len(pairs)), *query.new_zeros(4, kv_heads, group))
+    # Neighbouring queries in one block: the keys that none of them may attend are left out.
+    rows = max(1, min(16, max_elements // (group * tokens)))
+    for block in positions.argsort().split(rows):
+        low, high = span(attendable[block].any(dim=0))
+        bias = torch.where(attendable[block, low:high], 0.0, MASKED).to(dtype)
+        distance = (positions[block, None] - torch.arange(low, high, device=positions.device)).clamp_min(0).to(dtype)
+        logged = distance.log1p()
+
+        def log_attention(logits: Tensor, bias: Tensor = bias) -> Tensor:
+            """[..., G * q, W] logits to log-probabilities [..., G, q, W]."""
+            logits = logits.unflatten(-2, (group, -1))
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            return torch.log_softmax(logits + bias, dim=-1)
+
+        chunk = max(1, max_elements // (group * bias.numel()))
+        for kv in range(kv_heads):
+            logits = scaling * (query[kv, :, block].flatten(0, 1) @ key[kv, low:high].T)
+            plain = scaling * (plain_query[kv, :, block].flatten(0, 1) @ plain_key[kv, low:high].T)
+            log_a = log_attention(logits)
+            a = log_a.exp()
+            totals.rpd[kv] += diverge(log_a, log_attention(plain)).sum(-1)
+            totals.mean_distance[kv] += (a * distance).sum((-2, -1))
+            totals.mean_log_distance[kv] += (a * logged).sum((-2, -1))
+            totals.entropy[kv] -= (a * log_a).sum((-2, -1))
+            for ablated in torch.arange(len(pairs), device=key.device).split(chunk):
+                terms = left[kv, ablated][:, :, block].flatten(1, 2), right[kv, ablated][:, :, low:high]
+                without = torch.baddbmm(logits.expand(len(ablated), -1, -1), *terms, alpha=-scaling)
+                totals.rfis[kv, :, ablated] += diverge(log_a, log_attention(without)).sum(-1).T
+    return HeadScores(*(total.flatten(0, 1).clamp_min(0) / queries for total in totals))
+
+
+def span(present: Tensor) -> tuple[int, int]:
+    """The smallest range [low, high) that holds every True of a 1-D bool tensor."""
+    indices = present.nonzero()
+    return int(indices[0]), int(indices[-1]) + 1
+
+
+def sample_queries(length: int, count: int, generator: torch.Generator) -> Tensor:
+    """`count` sorted positions of a window of `length` tokens, without replacement (all where there are fewer).
+
+    Its first eighth is left out: queries there see too few keys for their attention to say much about positions.
+    """
+    skipped = length // 8
+    return (torch.randperm(length - skipped, generator=generator)[:count] + skipped).sort().values
+
+
+@dataclass(frozen=True)
+class GlobalPositionalBand:
+    """The contiguous band of rotary pairs that carry the global positions.
+
+    Attributes:
+        mass: [F] RFIS over all heads, as shares of its sum.
+        pairs: the pairs of the band, ascending. peak: the one with the greatest mass.
+        wavelengths: of those pairs, in tokens. ratios: wavelength / training length, or None where that is unknown.
+    """
+
+    mass: Tensor
+    pairs: list[int]
+    peak: int
+    wavelengths: list[float]
+    ratios: list[float] | None
+
+
+def global_positional_band(
+    rfis: Tensor, wavelengths: Tensor, training_length: int | None, *, fraction: float = 0.5
+) -> GlobalPositionalBand:
+    """The peak of the RFIS mass of all heads and its neighbours that have at least `fraction` of the peak's mass.
+
+    Args:
+        rfis: [L, H, F]. wavelengths: [F] in tokens.
+    """
+    mass = rfis.double().sum((0, 1))
+    mass = mass / mass.sum()
+    peak = int(mass.argmax())
+    salient = (mass >= fraction * mass[peak]).tolist()
+    low = high = peak
+    while low > 0 and salient[low - 1]:
+        low -= 1
+    while high + 1 < len(salient) and salient[high + 1]:
+        high += 1
+    pairs = list(range(low, high + 1))
+    lengths = wavelengths[low : high + 1].tolist()
+    ratios = None if training_length is None else [length / training_length for length in lengths]
+    return GlobalPositionalBand(mass, pairs, peak, lengths, ratios)

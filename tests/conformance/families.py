@@ -1,0 +1,78 @@
+"""The model families that the common tests run on: one entry each, the first is the yardstick for skips."""
+
+from dataclasses import dataclass, field
+
+import transformers
+
+import hf_hybrid
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's classes, and the configuration fields of its tiny model beside `TINY`.
+
+    `attention_heads` lists, for each layer that outputs attention weights, how many heads they have.
+    """
+
+    name: str
+    config_class: type
+    base_class: type
+    causal_lm_class: type
+    sequence_classification_class: type | None = None
+    token_classification_class: type | None = None
+    fields: dict = field(default_factory=dict)
+    attention_heads: tuple[int, ...] = ()
+
+    @property
+    def model_classes(self):
+        classes = (
+            self.base_class,
+            self.causal_lm_class,
+            self.sequence_classification_class,
+            self.token_classification_class,
+        )
+        return tuple(model_class for model_class in classes if model_class is not None)
+
+    def tiny_config(self, **fields):
+        return self.config_class(**{**TINY, **self.fields, **fields})
+
+
+TINY = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+FAMILIES = (
+    Family(
+        "OlmoHybrid",
+        transformers.OlmoHybridConfig,
+        transformers.OlmoHybridModel,
+        transformers.OlmoHybridForCausalLM,
+        fields={
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_allow_neg_eigval": False,
+        },
+        attention_heads=(4,),
+    ),
+    Family(
+        "HwH",
+        hf_hybrid.HwHConfig,
+        hf_hybrid.HwHModel,
+        hf_hybrid.HwHForCausalLM,
+        hf_hybrid.HwHForSequenceClassification,
+        hf_hybrid.HwHForTokenClassification,
+        fields={"full_attention_heads": [[1], [0, 2]], "full_attention_rope": True},
+        attention_heads=(1, 2),
+    ),
+)

@@ -1,0 +1,101 @@
+"""The models that the invariant tests run on. A new family joins by adding one line to FAMILIES."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from hf_hybrid import HwHConfig, HwHForCausalLM
+
+# Every size differs from every other, so that no transposed or broadcast dimension goes unseen.
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+ALL, SOME = list(range(6)), [0, 3, 4]
+
+
+@dataclass
+class Family:
+    """One family: its classes, and named configurations that together reach every branch of its code."""
+
+    config_class: type
+    causal_class: type
+    variants: dict[str, dict] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "hwh": Family(
+        HwHConfig,
+        HwHForCausalLM,
+        {
+            "headwise": {"full_attention_heads": [SOME, [1], [2, 3, 4, 5]], "linear_value_head_dim": 10},
+            "upcycling": {
+                "preset": "upcycling",
+                "full_attention_heads": [[0, 1], [], [2, 3, 4, 5]],
+                "linear_rope": True,
+                "linear_allow_neg_eigval": True,
+                "per_layer_config": {1: {"intermediate_size": 24}},
+            },
+            "gdn": {"full_attention_heads": [[], [], []]},
+            "transformer": {"full_attention_heads": [ALL, ALL, ALL], "full_attention_rope": True, "qk_norm": True},
+            "layerwise": {"full_attention_heads": [[], [], ALL], "attention_output_gate": "elementwise"},
+            "window": {
+                "full_attention_heads": [SOME, ALL, [5]],
+                "sliding_window": 4,
+                "sliding_window_layers": [0, 1],
+                "full_attention_rope": [True, True, False],
+                "attention_output_gate": "headwise",
+                "attention_output_norm": True,
+                "attention_head_scale": True,
+                "logit_scaling_base": 64,
+                "attention_bias": True,
+                "attention_output_bias": True,
+                "mlp_bias": True,
+            },
+            "no-convolution": {
+                "full_attention_heads": [SOME, [1], []],
+                "linear_conv_kernel_dim": 1,
+                "linear_output_gate": "none",
+                "linear_output_norm": False,
+            },
+        },
+    ),
+}
+
+CASES = [(name, variant) for name, family in FAMILIES.items() for variant in family.variants]
+every_model = pytest.mark.parametrize("case", CASES, ids="-".join)
+# What does not depend on the mixers' options runs on each family's first variant only.
+first_of_each_family = pytest.mark.parametrize(
+    "case", [(name, next(iter(family.variants))) for name, family in FAMILIES.items()], ids="-".join
+)
+
+
+def build(case: tuple[str, str], seed: int = 0, **overrides):
+    """A small causal model with weights large enough to matter and decays slow enough for leaks to show."""
+    name, variant = case
+    family = FAMILIES[name]
+    config = family.config_class(**{**SIZES, **family.variants[variant], **overrides})
+    torch.manual_seed(seed)
+    model = family.causal_class(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("A_log"):
+                parameter.fill_(-5.0)
+            elif parameter.dim() > 1:
+                parameter.normal_(0, 0.2 if "embed" not in parameter_name else 1.0)
+    return model
+
+
+def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Token ids without the special ones."""
+    return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
