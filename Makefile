@@ -25,7 +25,7 @@ lint: $(VENV)/.test  ## ruff check and ruff format --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-conformance: $(VENV)/.test  ## the common tests of transformers, from its source distribution, on our classes
+conformance: $(VENV)/.conformance  ## the common tests of transformers, from its source distribution, on our classes
 	$(BIN)/python tests/conformance/run.py
 
 bench: $(VENV)/.demo $(VENV)/.test  ## the figures that the README quotes
@@ -40,7 +40,7 @@ $(VENV)/.base:
 	$(PYTHON) -m pip --python $(BIN)/python install -qq pip
 	touch $@
 
-$(VENV)/.test $(VENV)/.demo: $(VENV)/.%: $(VENV)/.base pyproject.toml constraints.txt
+$(VENV)/.test $(VENV)/.demo $(VENV)/.conformance: $(VENV)/.%: $(VENV)/.base pyproject.toml constraints.txt
 	@echo "installing hf-hybrid[$*] into $(VENV)"
 	$(INSTALL) -e '.[$*]'
 	touch $@

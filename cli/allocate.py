@@ -53,32 +53,23 @@ def describe(allocation, head_dim: int | None) -> str:
     """What was chosen, the map of heads, and the cache cost per token against the source (bytes need head_dim)."""
     from hf_hybrid.conversion.allocate import cache_bytes_per_token, cached_key_value_heads, draw_heads
 
-    heads, num_heads, num_kv_heads = (
-        allocation.full_attention_heads,
-        allocation.num_attention_heads,
-        allocation.num_key_value_heads,
-    )
-    settings = allocation.settings
-    unit = {"kv_group": "KV groups", "query_head": "query heads"}[settings["granularity"]]
-    all_heads = [list(range(num_heads)) for _ in heads]
-    cached = cached_key_value_heads(heads, num_heads, num_kv_heads)
-    total = cached_key_value_heads(all_heads, num_heads, num_kv_heads)
+    model = allocation.num_attention_heads, allocation.num_key_value_heads
+    chosen = allocation.full_attention_heads
+    every = [list(range(allocation.num_attention_heads)) for _ in chosen]
+    unit = {"kv_group": "KV groups", "query_head": "query heads"}[allocation.settings["granularity"]]
+    cached, total = (cached_key_value_heads(heads, *model) for heads in (chosen, every))
     cache = f"cache per token: {cached} of {total} KV heads, {cached / total:.1%} of the source's"
     if head_dim is not None:
-        own, source = (
-            cache_bytes_per_token(chosen, num_heads, num_kv_heads, head_dim, CACHE_BYTES_PER_ELEMENT)
-            for chosen in (heads, all_heads)
+        cached, total = (
+            cache_bytes_per_token(heads, *model, head_dim, CACHE_BYTES_PER_ELEMENT) for heads in (chosen, every)
         )
-        cache += f" ({own:,} of {source:,} bytes in bfloat16)"
-    return "\n".join(
-        (
-            f"{allocation.model}, strategy {settings['strategy']}: {allocation.full_attention_units} of"
-            f" {allocation.units} {unit} stay full attention ({allocation.share:.1%}; asked:"
-            f" {settings['full_attention_share']:.1%})",
-            "",
-            "layer, query heads (# full attention, . linear), full-attention heads:",
-            draw_heads(heads, num_heads),
-            "",
-            cache,
-        )
-    )
+        cache += f" ({cached:,} of {total:,} bytes in bfloat16)"
+    return f"""\
+{allocation.model}, strategy {allocation.settings["strategy"]}
+{allocation.full_attention_units} of {allocation.units} {unit} stay full attention: {allocation.share:.1%} \
+(asked: {allocation.settings["full_attention_share"]:.1%})
+
+layer, query heads (# full attention, . linear), number of full-attention heads:
+{draw_heads(chosen, allocation.num_attention_heads)}
+
+{cache}"""

@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,10 @@ class Rotary:
         angle = torch.atan2(self.sin, self.cos)[0, :2].double()
         step = (angle[1] - angle[0]).remainder(2 * math.pi)
         return (2 * math.pi / step).float()
+
+    def at(self, positions: Tensor) -> Rotary:
+        """The rotary embedding of the tokens at `positions` alone."""
+        return replace(self, cos=self.cos[:, positions], sin=self.sin[:, positions])
 
     def rotate(self, x: Tensor) -> Tensor:
         """x [B, H, T, D] as the layer rotates it."""

@@ -18,12 +18,21 @@ from typing import Any
 
 import torch
 from huggingface_hub import metadata_load, snapshot_download
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import convert_file_size_to_int
 
-from hf_hybrid import HwHConfig, HwHForCausalLM
+from hf_hybrid import (
+    HwHConfig,
+    HwHForCausalLM,
+    HwHForSequenceClassification,
+    HwHForTokenClassification,
+    HwHModel,
+)
 from hf_hybrid.conversion.allocate import Allocation
 from hf_hybrid.conversion.checkpoint_stream import (
     FLOAT_DTYPES,
@@ -48,6 +57,8 @@ from hf_hybrid.conversion.source_architectures import (
     rope_parameters,
     source_architecture,
 )
+from hf_hybrid.conversion.source_model import _locate as locate
+from hf_hybrid.conversion.source_model import load_source
 
 RECORD = "conversion.json"
 # What a user of the source finds beside its weights and expects beside the converted ones.
@@ -67,14 +78,18 @@ COMPANIONS = (
     "USE_POLICY*",
 )
 # Decay time constants of linear heads, in tokens: the range that a head map may choose in, and the value without one.
-# Longer ones start worse, however far the head looked (measured: spec of the upcycling preset).
+# Longer ones start worse, however far the source's head looks: measured on SmolLM2-135M.
 DECAY_TIMES = (2.0, 64.0)
 DEFAULT_DECAY_TIME = 8.0
 
 
 @dataclass(frozen=True)
 class Source:
-    """An opened source checkpoint. `name` is what the record and the card call it: no path of this machine."""
+    """An opened source checkpoint.
+
+    `name` is what the record and the card call it: no path of this machine. `tokenizer` is set where the folder has no
+    tokenizer files to copy (GGUF).
+    """
 
     name: str
     hub_id: str | None
@@ -85,7 +100,7 @@ class Source:
     config: PreTrainedConfig
     architecture: SourceArchitecture
     reader: TensorReader
-    gguf_file: str | None = None
+    tokenizer: PreTrainedTokenizerBase | None
 
 
 @dataclass(frozen=True)
@@ -108,64 +123,49 @@ def open_source(model: str | Path, *, revision: str | None = None, gguf_file: st
         FileNotFoundError: no such folder, no config.json, no safetensors weights.
         ValueError: a source that cannot be converted; the message names the kind.
     """
-    folder = Path(model)
-    if folder.is_file() and folder.suffix == ".gguf":
-        folder, gguf_file = folder.parent, folder.name
     hub_id = None
-    if not folder.is_dir():
-        if not 1 <= len(folder.parts) <= 2 or folder.is_absolute():
+    if not Path(model).exists():
+        if Path(model).is_absolute() or len(Path(model).parts) > 2:
             raise FileNotFoundError(f"{model} is neither a folder, nor a GGUF file, nor a hub id (owner/name).")
         hub_id = str(model)
-        weights = [gguf_file] if gguf_file else ["*.safetensors", INDEX]
+        weights = [gguf_file] if gguf_file else ["model*.safetensors", INDEX]
         patterns = [*weights, "config.json", "README.md", *COMPANIONS]
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-        revision = folder.name
+        try:
+            model = snapshot_download(hub_id, revision=revision, allow_patterns=patterns)
+        except (OSError, HFValidationError) as error:
+            raise FileNotFoundError(f"{hub_id} is no local folder, and the hub does not give it: {error}") from error
+        revision = Path(model).name
     elif revision is not None:
-        raise ValueError(f"revision is {revision!r}, but {model} is a local folder, which has only one.")
+        raise ValueError(f"revision is {revision!r}, but {model} is local and has only one.")
 
+    location, gguf_file = locate(model, gguf_file)
+    folder = Path(location)
+    tokenizer = None
     if gguf_file:
-        return _open_gguf(folder, gguf_file, hub_id, revision)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} has no config.json, so it is no transformers model.")
-    raw_config = json.loads((folder / "config.json").read_text())
-    architecture = source_architecture(raw_config)
-    reader = ShardReader(folder)
+        weight_files = [folder / gguf_file]
+        raw_config = load_gguf_checkpoint(str(weight_files[0]), return_tensors=False)["config"]
+        architecture = source_architecture(raw_config)
+        loaded, tokenizer = load_source(folder, gguf_file=gguf_file)
+        config = loaded.config
+        tied = {architecture.head} if config.tie_word_embeddings else set()
+        reader = StateDictReader({name: value for name, value in loaded.state_dict().items() if name not in tied})
+    else:
+        raw_config = json.loads((folder / "config.json").read_text())
+        architecture = source_architecture(raw_config)
+        config = AutoConfig.from_pretrained(folder)
+        reader = ShardReader(folder)
+        weight_files = reader.files
     return Source(
-        name=hub_id or folder.resolve().name,
+        name=hub_id or (weight_files[0].stem if gguf_file else folder.resolve().name),
         hub_id=hub_id,
         revision=revision,
         folder=folder,
-        weight_files=reader.files,
+        weight_files=weight_files,
         raw_config=raw_config,
-        config=AutoConfig.from_pretrained(folder),
+        config=config,
         architecture=architecture,
         reader=reader,
-    )
-
-
-def _open_gguf(folder: Path, gguf_file: str, hub_id: str | None, revision: str | None) -> Source:
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    path = folder / gguf_file
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no file {gguf_file}.")
-    raw_config = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
-    architecture = source_architecture(raw_config)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=torch.float32)
-    state_dict = dict(model.state_dict())
-    if model.config.tie_word_embeddings:
-        del state_dict[architecture.head]
-    return Source(
-        name=hub_id or path.stem,
-        hub_id=hub_id,
-        revision=revision,
-        folder=folder,
-        weight_files=[path],
-        raw_config=raw_config,
-        config=model.config,
-        architecture=architecture,
-        reader=StateDictReader(state_dict),
-        gguf_file=gguf_file,
+        tokenizer=tokenizer,
     )
 
 
@@ -223,19 +223,25 @@ def convert(
         raise ValueError("heads is not given: say which heads stay full attention (hf-hybrid allocate), or exact.")
     opened = open_source(source, revision=revision, gguf_file=gguf_file)
     try:
+        dropped = account_for_source(opened)
+        if isinstance(heads, Allocation):
+            heads.check_model(opened.config)
+            full_attention_heads = heads.full_attention_heads
+        else:
+            every_head = range(opened.config.num_attention_heads)
+            full_attention_heads = [every_head] * opened.config.num_hidden_layers if exact else heads
         config = hwh_config(
             opened,
-            heads="all" if exact else heads,
+            full_attention_heads,
             keep_rope=keep_rope or exact,
             keep_window=keep_window or exact,
             preset=preset,
             overrides=overrides or {},
             dtype=dtype,
         )
-        dropped = account_for_source(opened)
         recipes = plan_tensors(opened.architecture, config, _decay_times(config, head_map))
-        specs = plan_specs(opened, config, recipes, dtype)
-        shards = plan_shards(specs, convert_file_size_to_int(max_shard_size))
+        specs = plan_specs(opened.reader, config, recipes, dropped, dtype)
+        shards = plan_shards(specs, _shard_bytes(max_shard_size))
         record = {
             "source": {
                 "model": opened.name,
@@ -249,19 +255,20 @@ def convert(
                 "keep_window": keep_window or exact,
                 "preset": preset,
                 "overrides": dict(overrides or {}),
-                "dtype": str(config.dtype).removeprefix("torch."),
-                "shards": [shard.name for shard in shards],
-                "heads": {"strategy": "given"} if not isinstance(heads, Allocation) else heads.settings,
-                "head_map": head_map.digest() if head_map else None,
+                "dtype": dtype and str(dtype).removeprefix("torch."),
+                "full_attention_heads": config.full_attention_heads,
+                "allocation": heads.settings if isinstance(heads, Allocation) else None,
+                "head_map": head_map and head_map.digest(),
+                "files": [shard.name for shard in shards],
             },
             "versions": {name: version(name) for name in ("hf-hybrid", "transformers", "torch")},
             "tensors": {name: {"from": list(recipe.sources), "how": recipe.how} for name, recipe in recipes.items()},
             "dropped": dropped,
         }
+        # As it will be read back: a resumed run compares the two.
+        record = json.loads(json.dumps(record))
         folder = out.with_name(out.name + ".partial")
-        _start_or_resume(
-            folder, record, sum(shard.num_bytes for shard in shards if not shard_is_written(folder, shard))
-        )
+        _start_or_resume(folder, record, shards)
         _write_companions(folder, opened, config)
         card = model_card(config, opened.config, record, hub_id=opened.hub_id, license=_license(opened.folder))
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -274,27 +281,22 @@ def convert(
 
 def hwh_config(
     source: Source,
+    full_attention_heads: Sequence[Sequence[int]],
     *,
-    heads: Allocation | Sequence[Sequence[int]] | str,
     keep_rope: bool,
     keep_window: bool,
     preset: str,
     overrides: Mapping[str, Any],
     dtype: torch.dtype | None,
 ) -> HwHConfig:
-    """The converted model's configuration. Arguments are those of [`convert`]; `heads="all"` keeps every head.
+    """The converted model's configuration. Arguments are those of [`convert`].
 
     Raises:
         ValueError: the heads or an override does not fit the source, or has no neutral start.
     """
     architecture, config = source.architecture, source.config
     fields = architecture.hwh_fields(config)
-    if isinstance(heads, Allocation):
-        heads.check_model(config)
-        heads = heads.full_attention_heads
-    elif heads == "all":
-        heads = [range(config.num_attention_heads)] * config.num_hidden_layers
-    fields["full_attention_heads"] = [sorted(layer) for layer in heads]
+    fields["full_attention_heads"] = [sorted(layer) for layer in full_attention_heads]
     if keep_rope:
         rotated = architecture.rope_layers(config)
         fields["full_attention_rope"] = [layer in rotated for layer in range(config.num_hidden_layers)]
@@ -315,8 +317,7 @@ def hwh_config(
     hwh = HwHConfig(preset=preset, **fields, **overrides)
     if rotary_error and hwh.uses_rotary_positions:
         raise rotary_error
-    stored = dtype or FLOAT_DTYPES[source.reader.specs[architecture.embedding].dtype]
-    hwh.dtype = stored
+    hwh.dtype = dtype or FLOAT_DTYPES[source.reader.specs[architecture.embedding].dtype]
     hwh.architectures = [HwHForCausalLM.__name__]
     _refuse_without_neutral_start(hwh)
     return hwh
@@ -327,8 +328,8 @@ def _refuse_without_neutral_start(config: HwHConfig) -> None:
     for name in ("linear_key_head_dim", "linear_value_head_dim"):
         if getattr(config, name) != config.head_dim:
             raise ValueError(
-                f"{name} is {getattr(config, name)}, but the source's heads have head_dim {config.head_dim}: their rows "
-                "fill no other width."
+                f"{name} is {getattr(config, name)}, but the source's heads have head_dim {config.head_dim}: "
+                "their rows fill no other width."
             )
     if config.linear_output_gate == "elementwise":
         raise ValueError(
@@ -341,17 +342,17 @@ def _refuse_without_neutral_start(config: HwHConfig) -> None:
     ):
         if gate != "none" and not scale:
             raise ValueError(
-                f"{branch}_output_gate is {gate!r} and starts at 1/2: give {branch}_head_scale=True too, which makes up "
-                "for it."
+                f"{branch}_output_gate is {gate!r} and starts at 1/2: give {branch}_head_scale=True too, "
+                "which makes up for it."
             )
 
 
 def account_for_source(source: Source) -> dict[str, str]:
-    """Checks the checkpoint against its own configuration and returns the tensors to drop, each with the reason.
+    """Checks the source against its own configuration; returns the tensors to drop, each with the reason.
 
     Raises:
-        ValueError: a tensor that the configuration asks for is absent, has another shape or no float dtype, or one
-            that nothing explains is there.
+        ValueError: a tensor that the configuration asks for is absent, has another shape or no float dtype, or one is
+            there that nothing explains.
     """
     architecture, specs = source.architecture, source.reader.specs
     expected = _shapes(lambda: AutoModelForCausalLM.from_config(source.config), tied_head=architecture.head)
@@ -368,18 +369,18 @@ def account_for_source(source: Source) -> dict[str, str]:
                 "unquantised weights it was made from."
             )
     dropped = {}
-    for name in specs.keys() - expected.keys():
-        reasons = [reason for ending, reason in DROPPED.items() if name.endswith(ending)]
+    for name in sorted(specs.keys() - expected.keys()):
+        reason = next((reason for ending, reason in DROPPED.items() if name.endswith(ending)), None)
         if name == architecture.head:
             _check_tied(source)
-            reasons = [f"tied: the same values as {architecture.embedding}"]
-        if not reasons:
+            reason = f"tied: the same values as {architecture.embedding}"
+        if reason is None:
             raise ValueError(
-                f"{source.name}: tensor {name} is not part of a {architecture.model_type} model with this config.json; "
-                "it would be lost."
+                f"{source.name}: tensor {name} is not part of a {architecture.model_type} model with this config.json, "
+                "and would be lost."
             )
-        dropped[name] = reasons[0]
-    return dict(sorted(dropped.items()))
+        dropped[name] = reason
+    return dropped
 
 
 def _check_tied(source: Source) -> None:
@@ -399,6 +400,18 @@ def _shapes(build: Callable[[], nn.Module], *, tied_head: str) -> dict[str, tupl
     if model.config.tie_word_embeddings:
         del shapes[tied_head]
     return shapes
+
+
+def _shard_bytes(size: int | str) -> int:
+    try:
+        num_bytes = convert_file_size_to_int(size)
+    except ValueError:
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise ValueError(
+            f"max_shard_size is {size!r}: give bytes, or a whole number and a unit such as '5GB' or '500MB'."
+        )
+    return num_bytes
 
 
 def _decay_times(config: HwHConfig, head_map: HeadMap | None) -> Tensor:
@@ -560,64 +573,55 @@ def _linear_recipes(
     )
 
 
-def _make(recipe: Recipe, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return recipe.build(*tensors).to(dtype)
-
-
-def _target_dtype(
-    recipe: Recipe, reader: TensorReader, model_dtype: torch.dtype, dtype: torch.dtype | None
-) -> torch.dtype:
-    """Its own, else the one asked for, else that of the source's tensor, else the model's."""
-    if recipe.dtype or dtype:
-        return recipe.dtype or dtype
-    return FLOAT_DTYPES[reader.specs[recipe.sources[0]].dtype] if recipe.sources else model_dtype
-
-
 def plan_specs(
-    source: Source, config: HwHConfig, recipes: Mapping[str, Recipe], dtype: torch.dtype | None
+    reader: TensorReader,
+    config: HwHConfig,
+    recipes: Mapping[str, Recipe],
+    dropped: Mapping[str, str],
+    dtype: torch.dtype | None,
 ) -> dict[str, TensorSpec]:
     """Shape and dtype of every target tensor, from running its recipe on tensors without data.
 
     Raises:
-        ValueError: recipes and model disagree on a tensor, or a source tensor reaches no target.
+        ValueError: a source tensor is neither used nor dropped, or recipes and model disagree on a tensor.
     """
-    reader = source.reader
+    used = {part for recipe in recipes.values() for part in recipe.sources}
+    if lost := sorted(reader.specs.keys() - used - dropped.keys()):
+        raise ValueError(f"tensor {lost[0]} of the source would reach no tensor of the converted model.")
     specs = {}
     with torch.device("meta"):
         for name, recipe in recipes.items():
-            tensors = [
-                torch.empty(reader.specs[part].shape, dtype=FLOAT_DTYPES[reader.specs[part].dtype])
-                for part in recipe.sources
-            ]
-            target_dtype = _target_dtype(recipe, reader, config.dtype, dtype)
-            specs[name] = TensorSpec.of(_make(recipe, tensors, target_dtype))
+            parts = [reader.specs[part] for part in recipe.sources]
+            tensors = [torch.empty(part.shape, dtype=FLOAT_DTYPES[part.dtype]) for part in parts]
+            # Its own dtype, else the one asked for, else that of the tensor it is made from, else the model's.
+            target = recipe.dtype or dtype or (tensors[0].dtype if tensors else config.dtype)
+            specs[name] = TensorSpec.of(recipe.build(*tensors).to(target))
     expected = _shapes(lambda: HwHForCausalLM(config), tied_head="lm_head.weight")
-    for name in specs.keys() | expected.keys():
+    for name in sorted(specs.keys() | expected.keys()):
         planned = specs[name].shape if name in specs else None
         if planned != expected.get(name):
-            raise ValueError(f"target tensor {name}: planned {planned}, but the model has {expected.get(name)}.")
-    used = {part for recipe in recipes.values() for part in recipe.sources}
-    mapped = _shapes(lambda: AutoModelForCausalLM.from_config(source.config), tied_head=source.architecture.head)
-    if lost := sorted(mapped.keys() - used):
-        raise ValueError(f"source tensor {lost[0]} reaches no target tensor.")
+            raise ValueError(f"tensor {name}: planned {planned}, but the converted model has {expected.get(name)}.")
     return specs
 
 
-def _start_or_resume(folder: Path, record: dict[str, Any], num_bytes: int) -> None:
+def _start_or_resume(folder: Path, record: dict[str, Any], shards: list[Shard]) -> None:
     """Makes the working folder, or accepts one that was started with the same record."""
     path = folder / RECORD
     if path.is_file():
         found = json.loads(path.read_text())
-        if found != json.loads(json.dumps(record)):
-            different = sorted(key for key in record if found.get(key) != json.loads(json.dumps(record[key])))
+        other = [
+            f"{part}.{key}" for part in record for key in record[part] if found[part].get(key) != record[part][key]
+        ]
+        if found != record:
             raise FileExistsError(
-                f"{folder} holds an unfinished conversion with another {', '.join(different)}. Finish it with the "
-                "arguments it was started with, or remove it."
+                f"{folder} holds an unfinished conversion that differs in {', '.join(other[:3])}. Finish it as it was "
+                "started, or remove it."
             )
     elif folder.exists() and any(entry.name != f"{RECORD}.tmp" for entry in folder.iterdir()):
         raise FileExistsError(f"{folder} exists and is no unfinished conversion. Remove it, or choose another folder.")
     parent = folder.parent
     parent.mkdir(parents=True, exist_ok=True)
+    num_bytes = sum(shard.num_bytes for shard in shards if not shard_is_written(folder, shard))
     if (free := shutil.disk_usage(parent).free) < num_bytes:
         raise OSError(f"{parent} has {free / 1e9:.2f} GB free, the converted weights need {num_bytes / 1e9:.2f} GB.")
     folder.mkdir(exist_ok=True)
@@ -626,10 +630,9 @@ def _start_or_resume(folder: Path, record: dict[str, Any], num_bytes: int) -> No
 
 def _write_companions(folder: Path, source: Source, config: HwHConfig) -> None:
     """Configuration, model code, tokenizer, chat template, generation config, licence."""
-    # An instance without weights: what is copied and what auto_map names follows from its class.
-    with torch.device("meta"):
-        model = HwHForCausalLM(config)
-    custom_object_save(model, folder, config=config)
+    for model_class in (HwHModel, HwHForCausalLM, HwHForSequenceClassification, HwHForTokenClassification):
+        # Only the class is looked at: it says which files are copied and what auto_map names.
+        custom_object_save(model_class.__new__(model_class), folder, config=config)
     config.save_pretrained(folder)
     for pattern in COMPANIONS:
         for path in source.folder.glob(pattern):
@@ -637,12 +640,15 @@ def _write_companions(folder: Path, source: Source, config: HwHConfig) -> None:
                 target = folder / path.relative_to(source.folder)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
-    if source.gguf_file:
-        AutoTokenizer.from_pretrained(source.folder, gguf_file=source.gguf_file).save_pretrained(folder)
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(folder)
     if not (folder / "generation_config.json").is_file():
         # Old checkpoints keep generation parameters in config.json, where saving refuses them.
-        generation = GenerationConfig.from_model_config(dict(source.raw_config))
-        write_json(folder / "generation_config.json", json.loads(generation.to_json_string()))
+        names = [name for name in GenerationConfig().to_dict() if source.raw_config.get(name) is not None]
+        write_json(
+            folder / "generation_config.json",
+            {name: source.raw_config[name] for name in names if name != "transformers_version"},
+        )
 
 
 def _license(folder: Path) -> str | None:
@@ -669,7 +675,7 @@ def _write_weights(
         def make(name: str, shard: Shard = shard) -> Tensor:
             nonlocal done
             recipe, spec = recipes[name], shard.specs[name]
-            tensor = _make(recipe, [reader.tensor(part) for part in recipe.sources], FLOAT_DTYPES[spec.dtype])
+            tensor = recipe.build(*[reader.tensor(part) for part in recipe.sources]).to(FLOAT_DTYPES[spec.dtype])
             done += spec.num_bytes
             progress(done, total)
             return tensor

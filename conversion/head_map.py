@@ -79,15 +79,16 @@ class HeadMap:
             rpd [L, H] (required): mean divergence between attention with and without rotation, >= 0; at most 1 unless
                 `settings["divergence"]` is "kl" (unbounded). Low = retrieval, high = positional.
             rfis [L, H, F]: mean divergence when pair f alone is taken out (raw, not normalised), same range.
-            mean_distance [L, H]: mean attended distance in tokens. mean_log_distance [L, H]: mean of its logarithm.
-            entropy [L, H]: attention entropy, in the unit that the settings state.
+            mean_distance [L, H]: mean attended distance in tokens. mean_log_distance [L, H]: mean of log(1 + tokens).
+            entropy [L, H]: attention entropy in nats.
             wavelengths [F]: tokens per turn of each rotary pair, 2 pi / angular frequency; required with rfis.
         metadata: JSON values.
             model (id or name), revision, model_type, text_digest (sha256 of the analysed text), settings (dict),
             granularity ("query_head" or "kv_group"), folding ("mean" or "min": how the RPD of the query heads becomes
             the one of their KV group; every other score folds by its mean), num_attention_heads, num_key_value_heads,
             training_length (tokens), tool_version (filled in if absent), source ("hf_hybrid", "duo_attention" or
-            "retrieval_head"). Further keys, such as head_dim, are kept.
+            "retrieval_head"). Optional: head_dim; wavelength_layers, the layers whose pairs turn at `wavelengths`
+            (absent = all), where a model has layers without rotation or with another. Further keys are kept.
 
     Raises:
         HeadMapError: on any tensor or metadata value that breaks the above.
@@ -108,6 +109,11 @@ class HeadMap:
     @property
     def num_layers(self) -> int:
         return self.rpd.shape[0]
+
+    @property
+    def wavelength_layers(self) -> list[int]:
+        """The layers whose rotary pairs have the map's wavelengths."""
+        return self.metadata.get("wavelength_layers", list(range(self.num_layers)))
 
     @property
     def group_size(self) -> int:
@@ -163,7 +169,7 @@ class HeadMap:
                 f"{path} is not a head map: its format is {header.get('format')!r}, a head map's is {FORMAT!r}"
             )
         if header.get("version") != str(VERSION):
-            raise HeadMapError(f"{path} has head map version {header.get('version')!r}; this program reads {VERSION!r}")
+            raise HeadMapError(f"{path} has head map version {header.get('version')!r}; this program reads {VERSION}")
         try:
             metadata = json.loads(header["head_map"])
         except (KeyError, json.JSONDecodeError) as error:
@@ -222,6 +228,11 @@ def _check_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -
                 origin = f"{column} {sizes[axis]}" if axis == "H" else f"{sizes[axis]} of the other tensors"
                 raise HeadMapError(f"head map tensor {name!r} has {axis} = {size}, which contradicts {origin}")
         _check_values(name, tensor, metadata)
+    layers = metadata.get("wavelength_layers", [0])
+    if not (isinstance(layers, list) and layers and all(layer in range(sizes["L"]) for layer in layers)):
+        raise HeadMapError(
+            f"head map metadata: wavelength_layers is {layers!r}, must be a list of layers in 0 .. {sizes['L'] - 1}"
+        )
 
 
 def _check_values(name: str, tensor: Tensor, metadata: Mapping[str, Any]) -> None:
@@ -231,7 +242,7 @@ def _check_values(name: str, tensor: Tensor, metadata: Mapping[str, Any]) -> Non
     low, high = -math.inf, math.inf
     if name in ("rpd", "rfis"):
         low, high = 0.0, math.inf if metadata["settings"].get("divergence") == "kl" else 1.0
-    elif name in ("mean_distance", "entropy"):
+    elif name in ("mean_distance", "mean_log_distance", "entropy"):
         low = 0.0
     elif name == "wavelengths":
         # No rotary pair turns faster than once in one token, and that only by a scaled frequency.

@@ -63,8 +63,8 @@ class HeadScores(NamedTuple):
 def score_heads(
     query: Tensor,
     key: Tensor,
-    plain_query: Tensor,
-    plain_key: Tensor,
+    plain_query: Tensor | None,
+    plain_key: Tensor | None,
     *,
     pairs: Tensor,
     positions: Tensor,
@@ -79,8 +79,8 @@ def score_heads(
 
     Args:
         query: [H, Q, D] rotated. key: [K, T, D] rotated; query head h reads KV head h // (H // K).
-        plain_query, plain_key: the same without rotation. Equal to them in a layer without RoPE, whose RPD is then 0.
-        pairs: [F, 2] head dimensions of each rotary pair.
+        plain_query, plain_key: the same without rotation; None in a layer without RoPE, whose RPD is then 0.
+        pairs: [F, 2] head dimensions of each rotary pair; F = 0 in a layer without RoPE.
         positions: [Q] of the queries. attendable: [Q, T] bool, the keys that each query may attend.
         scaling, softcap: the logits are scaling * q.k, then softcap * tanh(logit / softcap).
         divergence: "js" (bits), "kl" (nats) or "tv".
@@ -96,12 +96,13 @@ def score_heads(
     kv_heads, tokens, _ = key.shape
     heads, queries, _ = query.shape
     group = heads // kv_heads
-    query, plain_query = (x.to(dtype).unflatten(0, (kv_heads, group)) for x in (query, plain_query))
-    key, plain_key = key.to(dtype), plain_key.to(dtype)
+    query, key = query.to(dtype).unflatten(0, (kv_heads, group)), key.to(dtype)
+    if plain_query is not None:
+        plain_query, plain_key = plain_query.to(dtype).unflatten(0, (kv_heads, group)), plain_key.to(dtype)
 
     # What an ablation takes from the logits is left @ right: [K, F, G, Q, P] and [K, F, P, T], P = 2 or 4.
     left, right = query[..., pairs].movedim(-2, 1), key[..., pairs].permute(0, 2, 3, 1)
-    if ablation == "unrotate":
+    if ablation == "unrotate" and len(pairs):
         left = torch.cat((left, -plain_query[..., pairs].movedim(-2, 1)), dim=-1)
         right = torch.cat((right, plain_key[..., pairs].permute(0, 2, 3, 1)), dim=-2)
 
@@ -124,10 +125,11 @@ def score_heads(
         chunk = max(1, max_elements // (group * bias.numel()))
         for kv in range(kv_heads):
             logits = scaling * (query[kv, :, block].flatten(0, 1) @ key[kv, low:high].T)
-            plain = scaling * (plain_query[kv, :, block].flatten(0, 1) @ plain_key[kv, low:high].T)
             log_a = log_attention(logits)
             a = log_a.exp()
-            totals.rpd[kv] += diverge(log_a, log_attention(plain)).sum(-1)
+            if plain_query is not None:
+                plain = scaling * (plain_query[kv, :, block].flatten(0, 1) @ plain_key[kv, low:high].T)
+                totals.rpd[kv] += diverge(log_a, log_attention(plain)).sum(-1)
             totals.mean_distance[kv] += (a * distance).sum((-2, -1))
             totals.mean_log_distance[kv] += (a * logged).sum((-2, -1))
             totals.entropy[kv] -= (a * log_a).sum((-2, -1))
@@ -154,40 +156,41 @@ def sample_queries(length: int, count: int, generator: torch.Generator) -> Tenso
 
 
 @dataclass(frozen=True)
-class GlobalPositionalBand:
-    """The contiguous band of rotary pairs that carry the global positions.
+class GPBand:
+    """The contiguous band of rotary pairs that carries the global positions.
 
     Attributes:
-        mass: [F] RFIS over all heads, as shares of its sum.
-        pairs: the pairs of the band, ascending. peak: the one with the greatest mass.
-        wavelengths: of those pairs, in tokens. ratios: wavelength / training length, or None where that is unknown.
+        first, last: the pairs at its ends, both inside. peak: the pair with the greatest mass.
+        mass: [F] the mean over all heads of each head's RFIS as shares of its sum, so that every head counts the same.
+        wavelengths: of the pairs first..last, in tokens.
+        ratios: wavelength / training length of those pairs, or None where the length is unknown.
     """
 
-    mass: Tensor
-    pairs: list[int]
+    first: int
+    last: int
     peak: int
+    mass: Tensor
     wavelengths: list[float]
     ratios: list[float] | None
 
 
-def global_positional_band(
-    rfis: Tensor, wavelengths: Tensor, training_length: int | None, *, fraction: float = 0.5
-) -> GlobalPositionalBand:
-    """The peak of the RFIS mass of all heads and its neighbours that have at least `fraction` of the peak's mass.
+def gpband(rfis: Tensor, wavelengths: Tensor, training_length: int | None, *, fraction: float = 1 / 3) -> GPBand:
+    """The peak of the RFIS mass of all heads, with its neighbours that have at least `fraction` of the peak's mass.
 
     Args:
-        rfis: [L, H, F]. wavelengths: [F] in tokens.
+        rfis: [L, H, F]; heads whose RFIS is 0 (layers without RoPE) do not count.
+        wavelengths: [F] in tokens. training_length: in tokens.
     """
-    mass = rfis.double().sum((0, 1))
-    mass = mass / mass.sum()
+    heads = rfis.double().flatten(0, 1)
+    heads = heads[heads.sum(-1) > 0]
+    mass = (heads / heads.sum(-1, keepdim=True)).mean(0)
     peak = int(mass.argmax())
     salient = (mass >= fraction * mass[peak]).tolist()
-    low = high = peak
-    while low > 0 and salient[low - 1]:
-        low -= 1
-    while high + 1 < len(salient) and salient[high + 1]:
-        high += 1
-    pairs = list(range(low, high + 1))
-    lengths = wavelengths[low : high + 1].tolist()
+    first = last = peak
+    while first > 0 and salient[first - 1]:
+        first -= 1
+    while last + 1 < len(salient) and salient[last + 1]:
+        last += 1
+    lengths = wavelengths[first : last + 1].tolist()
     ratios = None if training_length is None else [length / training_length for length in lengths]
-    return GlobalPositionalBand(mass, pairs, peak, lengths, ratios)
+    return GPBand(first, last, peak, mass, lengths, ratios)

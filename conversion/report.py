@@ -12,11 +12,13 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 
 from hf_hybrid.conversion.allocate import Allocation, AllocationError
 from hf_hybrid.conversion.head_map import HeadMap, write_atomically
@@ -25,7 +27,7 @@ from hf_hybrid.conversion.head_scores import gpband
 # Three of Okabe and Ito's colours: told apart by colour-blind readers, and by lightness in grey print.
 CLASS_COLORS = {"retrieval": "#0072B2", "mid": "#A0A0A0", "positional": "#D55E00"}
 LINEAR_TO_FULL = LinearSegmentedColormap.from_list("linear_to_full", ["#E4E4E4", "#0072B2"])
-COLORMAP = "cividis"
+COLORMAP = "viridis"
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -38,9 +40,10 @@ STYLE = {
 }
 WIDTH = 7.0  # inches, the text width of a one-column paper
 
-SCORES = {"hf_hybrid": "RPD", "duo_attention": "1 − gate value", "retrieval_head": "1 − retrieval score"}
+SCORES = {"hf_hybrid": "RPD", "duo_attention": "1 - gate value", "retrieval_head": "1 - retrieval score"}
 TOOLS = {"hf_hybrid": "hf-hybrid", "duo_attention": "DuoAttention", "retrieval_head": "Retrieval_Head"}
-UNITS = {"js": " (bits)", "kl": " (nats)", "tv": ""}
+UNIT_NAMES = {"kv_group": "KV group", "query_head": "query head"}
+BITS_OR_NATS = {"js": " (bits)", "kl": " (nats)", "tv": ""}
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def write_report(head_map: HeadMap, out_dir: str | Path, allocation: Allocation 
     out_dir = Path(out_dir)
     paths, sections = [], []
     with matplotlib.rc_context(STYLE):
-        for picture in _pictures(head_map, allocation):
+        for picture in pictures(head_map, allocation):
             images = {suffix: _render(picture.figure, suffix) for suffix in ("png", "svg")}
             for suffix, image in images.items():
                 paths.append(out_dir / f"{picture.stem}.{suffix}")
@@ -112,7 +115,8 @@ def _check_same_model(head_map: HeadMap, allocation: Allocation) -> None:
             raise AllocationError(f"the allocation has {name} {there} ({allocation.model}), the head map has {here}")
 
 
-def _pictures(head_map: HeadMap, allocation: Allocation | None) -> Iterator[Picture]:
+def pictures(head_map: HeadMap, allocation: Allocation | None = None) -> Iterator[Picture]:
+    """The pictures that the map holds the scores for, in the order of the page."""
     yield _rpd_by_layer(head_map)
     if "rfis" in head_map.tensors:
         yield _rfis_by_rpd(head_map, allocation)
@@ -123,23 +127,21 @@ def _pictures(head_map: HeadMap, allocation: Allocation | None) -> Iterator[Pict
 
 
 def _score_label(head_map: HeadMap) -> str:
-    return SCORES[head_map.metadata["source"]] + _unit(head_map)
-
-
-def _unit(head_map: HeadMap) -> str:
-    return UNITS.get(head_map.metadata["settings"].get("divergence"), "")
+    divergence = head_map.metadata["settings"].get("divergence")
+    return SCORES[head_map.metadata["source"]] + BITS_OR_NATS.get(divergence, "")
 
 
 def _column_name(head_map: HeadMap) -> str:
-    return "KV group" if head_map.metadata["granularity"] == "kv_group" else "query head"
+    return UNIT_NAMES[head_map.metadata["granularity"]]
 
 
-def _full_attention(head_map: HeadMap, allocation: Allocation, columns: int) -> np.ndarray:
+def _full_attention(allocation: Allocation, columns: int) -> np.ndarray:
     """The share of full-attention query heads in each of the columns of every layer, [L, columns]."""
-    chosen = np.zeros((head_map.num_layers, allocation.num_attention_heads))
+    layers = len(allocation.full_attention_heads)
+    chosen = np.zeros((layers, allocation.num_attention_heads))
     for layer, heads in enumerate(allocation.full_attention_heads):
         chosen[layer, heads] = 1
-    return chosen.reshape(head_map.num_layers, columns, -1).mean(axis=2)
+    return chosen.reshape(layers, columns, -1).mean(axis=2)
 
 
 def _head_grid(axes: Axes, columns: int, group_size: int, name: str) -> None:
@@ -167,10 +169,10 @@ def _rpd_by_layer(head_map: HeadMap) -> Picture:
     group_size = head_map.group_size if head_map.metadata["granularity"] == "query_head" else 1
     _head_grid(axes, columns, group_size, name)
     figure.colorbar(image, ax=axes, label=label, pad=0.02)
-    lowest = np.quantile(rpd, [0.25, 0.5, 0.75])
+    quartiles = ", ".join(f"{value:.3f}" for value in np.quantile(rpd, [0.25, 0.5, 0.75]))
     caption = (
         f"{label} of the {rpd.size} {name}s of {layers} layers. Low (dark): retrieval; high (bright): positional."
-        f" Quartiles {lowest[0]:.3f}, {lowest[1]:.3f}, {lowest[2]:.3f}; range {rpd.min():.2g} to {rpd.max():.3f}."
+        f" Quartiles {quartiles}; range {rpd.min():.2g} to {rpd.max():.3f}."
     )
     if group_size > 1:
         caption += f" White lines: the {group_size} query heads between two of them share a KV head."
@@ -178,11 +180,10 @@ def _rpd_by_layer(head_map: HeadMap) -> Picture:
 
 
 def _rfis_by_rpd(head_map: HeadMap, allocation: Allocation | None) -> Picture:
-    rpd = head_map.rpd.numpy().ravel()
+    layers = head_map.wavelength_layers
+    rpd = head_map.rpd[layers].numpy().ravel()
     order = np.argsort(rpd, kind="stable")
-    rfis = head_map.tensors["rfis"].flatten(0, 1).double().numpy()[order]
-    total = rfis.sum(axis=1, keepdims=True)
-    shares = np.divide(rfis, total, out=np.zeros_like(rfis), where=total > 0)
+    shares = _rfis_shares(head_map).flatten(0, 1).numpy()[order]
     wavelengths = head_map.tensors["wavelengths"].double().numpy()
     name, pairs = _column_name(head_map), len(wavelengths)
 
@@ -193,20 +194,21 @@ def _rfis_by_rpd(head_map: HeadMap, allocation: Allocation | None) -> Picture:
     left.set_ylabel(f"{name}s, sorted by {SCORES[head_map.metadata['source']]}")
     left.set_xlim(left=0)
     caption = f"Each row is a {name}: its RFIS over the rotary pairs, divided by the row's sum. Lowest RPD on top."
+    caption += _restriction(head_map)
     if allocation is None:
         strip.remove()
     else:
-        chosen = _full_attention(head_map, allocation, head_map.rpd.shape[1]).ravel()[order]
+        chosen = _full_attention(allocation, head_map.rpd.shape[1])[layers].ravel()[order]
         strip.imshow(chosen[:, None], aspect="auto", cmap=LINEAR_TO_FULL, vmin=0, vmax=1, interpolation="nearest")
         strip.set_xticks([])
-        strip.set_xlabel("FA", fontsize=9)
+        strip.set_title("FA", fontsize=9)
         strip.tick_params(left=False)
         caption += " The strip marks in blue what the allocation keeps as full attention (FA)."
-    # The few largest shares would leave the rest dark.
-    image = axes.imshow(
-        shares, aspect="auto", cmap=COLORMAP, vmin=0, vmax=np.quantile(shares, 0.995), interpolation="nearest"
-    )
+    # A few pairs have most of the mass: a linear scale up to the largest share would leave the others dark.
+    scale = PowerNorm(0.5, vmin=0, vmax=max(np.quantile(shares, 0.995), 1e-6))
+    image = axes.imshow(shares, aspect="auto", cmap=COLORMAP, norm=scale, interpolation="nearest")
     axes.set_xlabel("rotary pair")
+    axes.tick_params(left=False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     ticks = np.unique(np.linspace(0, pairs - 1, 6).round().astype(int))
     top = axes.secondary_xaxis("top")
@@ -217,8 +219,26 @@ def _rfis_by_rpd(head_map: HeadMap, allocation: Allocation | None) -> Picture:
         place = np.interp(np.log(length), np.log(wavelengths), np.arange(pairs))
         axes.axvline(place, color="white", linestyle="--", linewidth=1.2)
         caption += f" Dashed: the wavelength of the training length, {length:,} tokens."
-    figure.colorbar(image, ax=axes, label="share of the head's RFIS", pad=0.02, extend="max")
+    figure.colorbar(image, ax=axes, label="share of the head's RFIS (square-root scale)", pad=0.02, extend="max")
     return Picture("rfis_by_rpd", "RFIS of all heads, sorted by RPD", caption, figure)
+
+
+def _rfis_shares(head_map: HeadMap) -> Tensor:
+    """[layers with the map's wavelengths, H, F]: each head's RFIS over its sum, so that all heads count alike."""
+    rfis = head_map.tensors["rfis"][head_map.wavelength_layers].double()
+    total = rfis.sum(dim=2, keepdim=True)
+    # A head whose RFIS is 0 throughout has no shares.
+    return rfis / torch.where(total > 0, total, 1.0)
+
+
+def _restriction(head_map: HeadMap) -> str:
+    layers = head_map.wavelength_layers
+    if len(layers) == head_map.num_layers:
+        return ""
+    return (
+        f" Only the {len(layers)} of {head_map.num_layers} layers whose pairs have these wavelengths: the others rotate"
+        " with other frequencies, or not at all."
+    )
 
 
 def _tokens(wavelength: float) -> str:
@@ -236,28 +256,30 @@ def _class_masks(rpd: np.ndarray, cuts: tuple[float, float]) -> dict[str, np.nda
 
 
 def _band(head_map: HeadMap) -> Picture:
-    rfis, wavelengths = head_map.tensors["rfis"], head_map.tensors["wavelengths"]
+    layers = head_map.wavelength_layers
+    shares, wavelengths = _rfis_shares(head_map), head_map.tensors["wavelengths"]
     length = head_map.metadata["training_length"]
-    band = gpband(rfis, wavelengths, length)
-    heads = rfis.flatten(0, 1).double().numpy()
+    band = gpband(shares, wavelengths, length)
+    low, high = band.wavelengths[0], band.wavelengths[-1]
+    heads = shares.flatten(0, 1).numpy()
     x = wavelengths.double().numpy()
-    rpd = head_map.rpd.numpy().ravel()
 
     figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     # The band reaches half way to the next pair on either side, as each pair stands for its share of the axis.
     ratio = np.sqrt(x[1] / x[0]) if len(x) > 1 else 1.0
-    axes.axvspan(x[band.first] / ratio, x[band.last] * ratio, color="#F0E442", alpha=0.45, linewidth=0, label="GPBand")
-    cuts = natural_classes(rpd)
+    axes.axvspan(low / ratio, high * ratio, color="#F0E442", alpha=0.45, linewidth=0, label="GPBand")
+    cuts = natural_classes(head_map.rpd.numpy())
     if cuts is not None:
-        for name, mask in _class_masks(rpd, cuts).items():
-            axes.plot(x, heads[mask].mean(axis=0), color=CLASS_COLORS[name], linewidth=1.2, label=f"{name} heads")
+        for name, mask in _class_masks(head_map.rpd[layers].numpy().ravel(), cuts).items():
+            if mask.any():
+                axes.plot(x, heads[mask].mean(axis=0), color=CLASS_COLORS[name], linewidth=1.2, label=f"{name} heads")
     axes.plot(x, heads.mean(axis=0), color="black", linewidth=2, marker="o", markersize=3.5, label="all heads")
     caption = (
-        f"RFIS, mean over heads, against the wavelength of the pair. Shaded: the GPBand, pairs {band.first} to"
-        f" {band.last} of {len(x)} (peak at {band.peak}), wavelengths {_tokens(x[band.first])} to"
-        f" {_tokens(x[band.last])} tokens"
+        "Share of a head's RFIS, mean over heads, against the wavelength of the pair. Shaded: the GPBand, pairs"
+        f" {band.first} to {band.last} of {len(x)} (peak at {band.peak}), wavelengths {_tokens(low)} to"
+        f" {_tokens(high)} tokens"
     )
     if length:
         axes.axvline(length, color="black", linestyle="--", linewidth=1)
@@ -271,13 +293,14 @@ def _band(head_map: HeadMap) -> Picture:
             va="top",
             fontsize=9,
         )
-        caption += f", {x[band.first] / length:.2g} to {x[band.last] / length:.2g} times the training length."
+        caption += f", {low / length:.2g} to {high / length:.2g} times the training length."
     else:
         caption += "; the map does not know the training length."
     if cuts is not None:
         caption += " Thin lines: the means of the three classes of the histogram."
+    caption += _restriction(head_map)
     axes.set_xlabel("wavelength (tokens)")
-    axes.set_ylabel("mean RFIS" + _unit(head_map))
+    axes.set_ylabel("share of a head's RFIS (mean)")
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper left")
     return Picture("gpband", "Global positional band", caption, figure)
@@ -292,38 +315,38 @@ def _classes(head_map: HeadMap, allocation: Allocation | None) -> Picture:
 
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.subplots()
+    legend = []
     if cuts is None:
         axes.hist(rpd, edges, color=CLASS_COLORS["mid"])
         caption = f"{label} of the {len(rpd)} {name}s: too few distinct values for three classes."
     else:
-        base = np.zeros(len(centres))
+        below = np.zeros(len(centres))
         sizes = []
         for kind, mask in _class_masks(rpd, cuts).items():
             counts, _ = np.histogram(rpd[mask], edges)
-            axes.bar(
-                centres, counts, width, base, color=CLASS_COLORS[kind], edgecolor="white", linewidth=0.4, label=kind
-            )
-            base += counts
+            look = {"color": CLASS_COLORS[kind], "edgecolor": "white", "linewidth": 0.4}
+            legend.append(axes.bar(centres, counts, width, below, label=kind, **look))
+            below += counts
             sizes.append(f"{mask.sum()} {kind}")
         caption = (
             f"{label} of the {len(rpd)} {name}s in three classes: {', '.join(sizes)}. The cuts {cuts[0]:.3f} and"
             f" {cuts[1]:.3f} minimise the squared deviation within the classes (natural breaks, our definition)."
         )
     if allocation is not None:
-        chosen = _full_attention(head_map, allocation, head_map.rpd.shape[1]).ravel()
+        chosen = _full_attention(allocation, head_map.rpd.shape[1]).ravel()
         counts, _ = np.histogram(rpd, edges, weights=chosen)
-        axes.stairs(counts, edges, color="black", linewidth=1.2, label="kept as full attention")
+        legend.append(axes.stairs(counts, edges, color="black", linewidth=1.2, label="kept as full attention"))
         caption += " Outlined: what the allocation keeps as full attention."
         if (cut := _allocation_cut(head_map, allocation)) is not None:
-            unit = {"kv_group": "KV group", "query_head": "query head"}[allocation.settings["granularity"]]
-            axes.axvline(cut, color="black", linestyle="--", linewidth=1, label=f"cut by {unit}")
+            unit = UNIT_NAMES[allocation.settings["granularity"]]
+            legend.append(axes.axvline(cut, color="black", linestyle="--", linewidth=1, label=f"cut by {unit}"))
             caption += f" Dashed: its cut, at {cut:.3f} of the score of a {unit}."
     axes.set_xlabel(label)
     axes.set_ylabel(f"{name}s")
     axes.set_xlim(left=0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
+    if legend:
+        figure.legend(handles=legend, loc="outside upper center", ncols=len(legend), columnspacing=1.2)
     return Picture("classes", f"Classes of heads by {SCORES[head_map.metadata['source']]}", caption, figure)
 
 
@@ -332,7 +355,7 @@ def _allocation_cut(head_map: HeadMap, allocation: Allocation) -> float | None:
     if allocation.map_digest != head_map.digest():
         return None
     scores = np.array(allocation.scores)
-    kept = _full_attention(head_map, allocation, scores.shape[1]) > 0
+    kept = _full_attention(allocation, scores.shape[1]) > 0
     if not kept.any() or kept.all() or scores[kept].max() > scores[~kept].min():
         return None
     return float(scores[kept].max() + scores[~kept].min()) / 2
@@ -340,7 +363,7 @@ def _allocation_cut(head_map: HeadMap, allocation: Allocation) -> float | None:
 
 def _allocation_map(head_map: HeadMap, allocation: Allocation) -> Picture:
     heads, settings = allocation.num_attention_heads, allocation.settings
-    chosen = _full_attention(head_map, allocation, heads)
+    chosen = _full_attention(allocation, heads)
     layers = len(chosen)
     figure = Figure(figsize=(WIDTH, _grid_height(heads) + 1.8), layout="constrained")
     counts, axes = figure.subplots(2, 1, sharex=True, height_ratios=[0.9, _grid_height(heads)])
@@ -354,15 +377,15 @@ def _allocation_map(head_map: HeadMap, allocation: Allocation) -> Picture:
         axes.axvline(edge - 0.5, color="white", linewidth=0.5)
     figure.legend(
         handles=[
-            Patch(color=LINEAR_TO_FULL(1.0), label="full attention (NoPE)"),
+            Patch(color=LINEAR_TO_FULL(1.0), label="full attention"),
             Patch(color=LINEAR_TO_FULL(0.0), label="linear"),
         ],
         loc="outside upper right",
         ncols=2,
     )
-    unit = {"kv_group": "KV groups", "query_head": "query heads"}[settings["granularity"]]
+    unit = UNIT_NAMES[settings["granularity"]]
     caption = (
-        f"Strategy {settings['strategy']}: {allocation.full_attention_units} of {allocation.units} {unit}"
+        f"Strategy {settings['strategy']}: {allocation.full_attention_units} of {allocation.units} {unit}s"
         f" ({allocation.share:.1%}) stay full attention; bars count the query heads of each layer."
     )
     if allocation.map_digest != head_map.digest():
@@ -427,7 +450,7 @@ def _page(head_map: HeadMap, allocation: Allocation | None, sections: list[str])
     )
     missing = "".join(f"<li>{html.escape(line)}</li>" for line in _missing(head_map, allocation))
     absent = f"<section><h2>Not on this page</h2><ul>{missing}</ul></section>" if missing else ""
-    title = html.escape(f"Head map of {metadata['model']}")
+    title = html.escape(f"Head map of {Path(metadata['model']).name}")
     body = "\n".join(sections)
     return f"""<!DOCTYPE html>
 <html lang="en">

@@ -34,7 +34,7 @@ def load_source(
             language model that transformers knows, or it has no tokenizer.
         ImportError: if it is a GGUF file and the package `gguf` is missing.
     """
-    location, gguf_file = _locate(model, gguf_file)
+    location, gguf_file = locate(model, gguf_file)
     options = {"revision": revision, "gguf_file": gguf_file}
     if gguf_file is None:
         _refuse_quantised(model, _read(AutoConfig, model, location, **options))
@@ -50,7 +50,7 @@ def load_source(
     return loaded.to(device).eval(), _load_tokenizer(model, location, **options)
 
 
-def _locate(model: str | Path, gguf_file: str | None) -> tuple[str, str | None]:
+def locate(model: str | Path, gguf_file: str | None) -> tuple[str, str | None]:
     """Where transformers is to look, and the GGUF file's name in there, if it is one."""
     path = Path(model)
     if path.is_file():
@@ -99,3 +99,6 @@ def _read(auto_class, model: str | Path, location: str, **options):
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+_locate = locate

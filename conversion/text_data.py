@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -142,7 +142,9 @@ def standard_library_docstrings() -> str:
 
 def _docstrings(module: str) -> Iterator[str]:
     # Read and not imported: some of these modules do something when imported, and none needs to run.
-    tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8"))
+    path = Path(sysconfig.get_path("stdlib"), *module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(source.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)

@@ -57,6 +57,15 @@ FROM_SCRATCH_SIZES = {
     },
 }
 
+# What each Auto class finds in a Hub repository, whichever of the classes saved it.
+AUTO_MAP = {
+    "AutoConfig": "configuration_hwh.HwHConfig",
+    "AutoModel": "modeling_hwh.HwHModel",
+    "AutoModelForCausalLM": "modeling_hwh.HwHForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_hwh.HwHForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_hwh.HwHForTokenClassification",
+}
+
 
 def default_full_attention_heads(num_layers: int, num_heads: int, num_key_value_heads: int) -> list[list[int]]:
     """A depth-dependent split with fewer than one full-attention head per three linear ones.
@@ -162,6 +171,11 @@ class HwHConfig(PreTrainedConfig):
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
     }
+    # For peft: `LoraConfig(target_modules=config.lora_target_modules)` reaches every linear map of every layer.
+    lora_target_modules = [
+        *["q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "o_proj"],
+        *["gate_proj", "up_proj", "down_proj"],
+    ]
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -253,6 +267,7 @@ class HwHConfig(PreTrainedConfig):
         self.layer_types = derived
         # Layers may differ in MLP width; readers outside of the zoo get the configured width and not an error.
         self.allow_global_per_layer_attribute_access = True
+        self.auto_map = {**AUTO_MAP, **(kwargs.pop("auto_map", None) or {})}
         super().__post_init__(**kwargs)
 
     def _layer_type(self, layer: int) -> str:

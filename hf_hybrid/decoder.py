@@ -15,7 +15,11 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
     packed_sequence_mask_function,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
@@ -286,3 +290,34 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+# The heads' own `__init__` looks the decoder up by AutoModel, where code loaded from a folder isn't registered.
+# Their losses are means that know nothing of `num_items_in_batch`, so the Trainer must divide by the accumulated steps.
+class DecoderForSequenceClassification(GenericForSequenceClassification, DecoderPreTrainedModel):
+    """A decoder with a classification head on the last token that isn't padding; each family sets `decoder_class`."""
+
+    decoder_class: type[DecoderModel]
+    accepts_loss_kwargs = False
+
+    def __init__(self, config):
+        DecoderPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = self.decoder_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class DecoderForTokenClassification(GenericForTokenClassification, DecoderPreTrainedModel):
+    """A decoder with a classification head on every token; each family sets `decoder_class`."""
+
+    decoder_class: type[DecoderModel]
+    accepts_loss_kwargs = False
+
+    def __init__(self, config):
+        DecoderPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = self.decoder_class(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", 0.1))
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()

@@ -3,11 +3,16 @@
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from .attention import SoftmaxAttention
 from .configuration_hwh import HwHConfig
-from .decoder import DecoderForCausalLM, DecoderModel, DecoderPreTrainedModel
+from .decoder import (
+    DecoderForCausalLM,
+    DecoderForSequenceClassification,
+    DecoderForTokenClassification,
+    DecoderModel,
+    DecoderPreTrainedModel,
+)
 from .gated_delta_net import GatedDeltaNet
 from .sequence_layout import SequenceLayout
 
@@ -118,12 +123,16 @@ class HwHForCausalLM(HwHPreTrainedModel, DecoderForCausalLM):
     decoder_class = HwHModel
 
 
-class HwHForSequenceClassification(GenericForSequenceClassification, HwHPreTrainedModel):
+class HwHForSequenceClassification(HwHPreTrainedModel, DecoderForSequenceClassification):
     """HwH with a classification head on the last token."""
 
+    decoder_class = HwHModel
 
-class HwHForTokenClassification(GenericForTokenClassification, HwHPreTrainedModel):
+
+class HwHForTokenClassification(HwHPreTrainedModel, DecoderForTokenClassification):
     """HwH with a classification head on every token."""
+
+    decoder_class = HwHModel
 
 
 __all__ = [

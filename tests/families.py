@@ -1,11 +1,12 @@
-"""The models that the invariant tests run on. A new family joins by adding one line to FAMILIES."""
+"""The models that the invariant tests run on, and how they compare. A new family joins by one entry in FAMILIES."""
 
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from hf_hybrid import HwHConfig, HwHForCausalLM
+from hf_hybrid import HwHConfig
 
 # Every size differs from every other, so that no transposed or broadcast dimension goes unseen.
 SIZES = {
@@ -26,17 +27,15 @@ ALL, SOME = list(range(6)), [0, 3, 4]
 
 @dataclass
 class Family:
-    """One family: its classes, and named configurations that together reach every branch of its code."""
+    """One family: its configuration class, and named variants that together reach every branch of its code."""
 
     config_class: type
-    causal_class: type
     variants: dict[str, dict] = field(default_factory=dict)
 
 
 FAMILIES = {
     "hwh": Family(
         HwHConfig,
-        HwHForCausalLM,
         {
             "headwise": {"full_attention_heads": [SOME, [1], [2, 3, 4, 5]], "linear_value_head_dim": 10},
             "upcycling": {
@@ -80,13 +79,17 @@ first_of_each_family = pytest.mark.parametrize(
 )
 
 
-def build(case: tuple[str, str], seed: int = 0, **overrides):
-    """A small causal model with weights large enough to matter and decays slow enough for leaks to show."""
+def configure(case: tuple[str, str], **overrides):
+    """The small configuration of one case."""
     name, variant = case
     family = FAMILIES[name]
-    config = family.config_class(**{**SIZES, **family.variants[variant], **overrides})
+    return family.config_class(**{**SIZES, **family.variants[variant], **overrides})
+
+
+def build(case: tuple[str, str], seed: int = 0, auto_class=AutoModelForCausalLM, **overrides):
+    """A small model with weights large enough to matter and decays slow enough for leaks to show."""
     torch.manual_seed(seed)
-    model = family.causal_class(config).eval()
+    model = auto_class.from_config(configure(case, **overrides)).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("A_log"):
@@ -99,3 +102,34 @@ def build(case: tuple[str, str], seed: int = 0, **overrides):
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     """Token ids without the special ones."""
     return torch.randint(3, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(actual, expected, tolerance=1e-5):
+    """Equal up to `tolerance` of the largest expected value (at least 1)."""
+    error = (actual - expected).abs().max().item()
+    assert error <= tolerance * max(1.0, expected.abs().max().item()), error
+
+
+def alone(model, tokens):
+    """Logits `[T, vocab]` of one sequence in a batch of its own, without a cache."""
+    with torch.no_grad():
+        return model(tokens[None], use_cache=False).logits[0]
+
+
+def place(sequences, total, where, seed=7):
+    """Lays sequences into rows of `total` places. Returns tokens, mask and each sequence's places; padding is random."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = random_tokens(len(sequences), total, seed=seed)
+    mask = torch.zeros(len(sequences), total, dtype=torch.long)
+    places = []
+    for row, sequence in enumerate(sequences):
+        count = len(sequence)
+        index = {
+            "left": torch.arange(total - count, total),
+            "right": torch.arange(count),
+            "both": torch.arange(count) + (total - count) // 2,
+            "interior": torch.randperm(total, generator=generator)[:count].sort().values,
+        }[where]
+        tokens[row, index], mask[row, index] = sequence, 1
+        places.append(index)
+    return tokens, mask, places

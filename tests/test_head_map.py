@@ -33,7 +33,7 @@ def make_tensors():
         "rpd": torch.rand(LAYERS, HEADS, generator=generator),
         "rfis": torch.rand(LAYERS, HEADS, PAIRS, generator=generator),
         "mean_distance": 100 * torch.rand(LAYERS, HEADS, generator=generator),
-        "mean_log_distance": torch.randn(LAYERS, HEADS, generator=generator),
+        "mean_log_distance": 4 * torch.rand(LAYERS, HEADS, generator=generator),
         "entropy": 5 * torch.rand(LAYERS, HEADS, generator=generator),
         "wavelengths": torch.logspace(1, 5, PAIRS),
     }
@@ -157,6 +157,8 @@ def test_kl_is_not_bounded_by_one():
         ("num_key_value_heads", 4, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
         ("settings", {"x": float("nan")}, "JSON values only"),
         ("settings", {"x": torch.ones(1)}, "JSON values only"),
+        ("wavelength_layers", [0, 3], r"wavelength_layers is \[0, 3\], must be a list of layers in 0 .. 2"),
+        ("wavelength_layers", [], "must be a list of layers"),
     ],
 )
 def test_refuses_metadata(key, value, message):
@@ -181,7 +183,7 @@ def test_load_refuses_foreign_and_newer_files(tmp_path):
         HeadMap.load(path)
     header = {"format": "hf_hybrid.head_map", "version": "2"}
     safetensors.torch.save_file({"rpd": torch.rand(2, 2)}, path, header)
-    with pytest.raises(HeadMapError, match="version '2'; this program reads '1'"):
+    with pytest.raises(HeadMapError, match="version '2'; this program reads 1"):
         HeadMap.load(path)
     safetensors.torch.save_file({"rpd": torch.rand(2, 2)}, path, {**header, "version": "1"})
     with pytest.raises(HeadMapError, match="'head_map' must be a JSON object"):

@@ -2,47 +2,16 @@
 
 import pytest
 import torch
-from families import build, every_model, random_tokens
+from families import alone, assert_same, build, every_model, place, random_tokens
 from transformers import DynamicCache, StaticCache
 
 LENGTHS = [5, 9, 13]
-
-
-def assert_same(actual, expected, tolerance=1e-5):
-    """Equal up to `tolerance` of the largest expected value (at least 1)."""
-    error = (actual - expected).abs().max().item()
-    assert error <= tolerance * max(1.0, expected.abs().max().item()), error
 
 
 def skip_if_a_window_counts_padding(model):
     """transformers' sliding masks and caches count places, so a window over padding inside a row sees fewer tokens."""
     if getattr(model.config, "has_sliding_attention", False):
         pytest.skip("sliding windows count places, padding inside a row included, as in every transformers model")
-
-
-def alone(model, tokens):
-    """Logits `[T, vocab]` of one sequence in a batch of its own, without a cache."""
-    with torch.no_grad():
-        return model(tokens[None], use_cache=False).logits[0]
-
-
-def place(sequences, total, where, seed=7):
-    """Lays sequences into rows of `total` places. Returns tokens, mask and each sequence's places; padding is random."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = random_tokens(len(sequences), total, seed=seed)
-    mask = torch.zeros(len(sequences), total, dtype=torch.long)
-    places = []
-    for row, sequence in enumerate(sequences):
-        count = len(sequence)
-        index = {
-            "left": torch.arange(total - count, total),
-            "right": torch.arange(count),
-            "both": torch.arange(count) + (total - count) // 2,
-            "interior": torch.randperm(total, generator=generator)[:count].sort().values,
-        }[where]
-        tokens[row, index], mask[row, index] = sequence, 1
-        places.append(index)
-    return tokens, mask, places
 
 
 @every_model
@@ -88,7 +57,11 @@ def test_packed_documents(case, given, attention):
         skip_if_a_window_counts_padding(model)
         # Two rows, the second one with padding between and inside its documents.
         places = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:27].sort().values
-        tokens, mask, positions = random_tokens(2, 40, seed=9), torch.zeros(2, 40, dtype=torch.long), torch.zeros(2, 40).long()
+        tokens, mask, positions = (
+            random_tokens(2, 40, seed=9),
+            torch.zeros(2, 40, dtype=torch.long),
+            torch.zeros(2, 40).long(),
+        )
         tokens[0, :27], mask[0, :27], positions[0, :27] = row[0], 1, arguments["position_ids"][0]
         tokens[1, places], mask[1, places], positions[1, places] = row[0], 1, arguments["position_ids"][0]
         with torch.no_grad():
@@ -176,8 +149,6 @@ def test_padding_content_never_reaches_the_cache(case):
     ids=["greedy", "beams", "several", "chunked"],
 )
 def test_generation_of_a_left_padded_batch(case, cache_implementation, options):
-    if "num_beams" in options and cache_implementation == "static":
-        pytest.skip("beam search reorders a cache; transformers' static cache keeps its address and refuses it")
     model = build(case)
     sequences = [random_tokens(n, seed=n) for n in LENGTHS]
     tokens, mask, _ = place(sequences, 14, "left")

@@ -28,6 +28,7 @@ def main():
     # Set before the first import of transformers; worker and rank processes inherit them.
     os.environ.update(
         HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_PROGRESS_BARS="1",
         OMP_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
         TRANSFORMERS_TINY_MODEL_PATH=str(models),
@@ -37,16 +38,17 @@ def main():
     os.chdir(source)
 
     import pytest
-    from families import FAMILIES
+    from family_table import FAMILIES
     from pipelines import write_tiny_models
 
     write_tiny_models(models, FAMILIES)
     outcomes = Outcomes()
     options = ["-q", "-n2", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(source), "--disable-warnings"]
     code = pytest.main([*options, "--tb=short", *sys.argv[1:], str(HERE / "testers.py")], plugins=[outcomes])
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    outcomes.print_reasons()
+    if sys.argv[1:] or not outcomes.tests:
         sys.exit(code)
-    sys.exit(outcomes.print_summary(FAMILIES))
+    sys.exit(outcomes.print_verdict([family.name for family in FAMILIES]))
 
 
 def fetch_tests(version):
@@ -73,52 +75,55 @@ def fetch_tests(version):
 
 
 class Outcomes:
-    """A pytest plugin that keeps each test's outcome and the reason for a failure or a skip."""
+    """A pytest plugin that keeps each test's outcome, with the reason for a failure or a skip."""
 
     def __init__(self):
         self.tests = defaultdict(dict)
 
     def pytest_runtest_logreport(self, report):
-        name, test = re.search(r"::(\w+)ModelTest::(.+)", report.nodeid).groups()
-        if report.when == "call" or report.outcome != "passed":
-            self.tests[name][test] = (report.outcome, reason(report))
+        family, test = re.search(r"::(\w+)ModelTest::(.+)", report.nodeid).groups()
+        is_subtest = hasattr(report, "context")
+        is_verdict = not is_subtest and (report.when == "call" or report.skipped)
+        if report.failed or (is_verdict and self.tests[test].get(family, ("",))[0] != "failed"):
+            self.tests[test][family] = (report.outcome, reason(report, family))
 
-    def print_summary(self, families):
-        """Prints what failed and what was skipped, and why; the exit code is 0 if no family fares worse than the first."""
-        yardstick, *ours = (family.name for family in families)
-        for name, tests in self.tests.items():
-            for outcome in ("failed", "skipped"):
-                reasons = defaultdict(list)
-                for test, (its_outcome, why) in sorted(tests.items()):
-                    if its_outcome == outcome:
-                        reasons[why].append(test)
-                print(f"\n{name}: {sum(map(len, reasons.values()))} {outcome}")
-                for why, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
-                    print(f"  {why}\n    {', '.join(names)}")
-        print()
-        counts = {name: Counter(outcome for outcome, _ in tests.values()) for name, tests in self.tests.items()}
+    def print_reasons(self):
+        for outcome in ("failed", "skipped"):
+            by_reason = defaultdict(list)
+            for test, results in sorted(self.tests.items()):
+                for why in {why for its_outcome, why in results.values() if its_outcome == outcome}:
+                    names = sorted(family for family, result in results.items() if result == (outcome, why))
+                    by_reason[", ".join(names), why].append(test)
+            print(f"\n{outcome.capitalize()}, by reason")
+            for (names, why), tests in sorted(by_reason.items(), key=lambda item: (item[0][0], -len(item[1]))):
+                print(f"  {names}: {why}\n      {', '.join(tests)}")
+
+    def print_verdict(self, families):
+        """Prints the counts; returns 1 if a family fails a test, or skips more than the first of them, else 0."""
+        counts = {name: Counter(results[name][0] for results in self.tests.values()) for name in families}
+        print(f"\n{'':12} {'passed':>8} {'failed':>8} {'skipped':>8}")
         for name, count in counts.items():
-            print(f"{name:12} {count['passed']:4} passed {count['failed']:4} failed {count['skipped']:4} skipped")
-        worse = [
-            name
-            for name in ours
-            if counts[name]["failed"] or counts[name]["skipped"] > counts[yardstick]["skipped"]
-        ]
+            print(f"{name:12} {count['passed']:8} {count['failed']:8} {count['skipped']:8}")
+        yardstick, *ours = families
+        worse = 0
         for name in ours:
-            print(
-                f"No failure is {name}'s, and it skips no more than {yardstick} does."
-                if name not in worse
-                else f"{name} fails a test or skips more than {yardstick} does."
-            )
-        return len(worse)
+            holds = not counts[name]["failed"] and counts[name]["skipped"] <= counts[yardstick]["skipped"]
+            claim = f"No failure is ours, and {name} skips no more than {yardstick} does."
+            print(claim if holds else f"Does not hold: {claim}")
+            worse |= not holds
+        return worse
 
 
-def reason(report):
-    """One line: why a test was skipped, or the error that failed it."""
-    if report.outcome == "skipped":
-        return report.longrepr[2].removeprefix("Skipped: ")
-    if report.outcome == "failed":
-        return report.longrepr.reprcrash.message.splitlines()[0]
+def reason(report, family):
+    """One line: why a test was skipped, or the error that failed it. The family's name is left out, to group by."""
+    if report.skipped:
+        text = report.longrepr[2].removeprefix("Skipped: ")
+        text = re.sub(
+            r".* is not in `self.pipeline_model_mapping`.*", "no class of the family serves the pipeline", text
+        )
+        return re.sub(rf"<class '[^']*'>|{family}Model", "the model", text)
+    if report.failed:
+        return re.sub(r":\s*\n\s*", ": ", report.longrepr.reprcrash.message).splitlines()[0]
     return None
 
 

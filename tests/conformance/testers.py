@@ -3,37 +3,26 @@
 `run.py` lays the source distribution's `tests` package and names this file to pytest.
 """
 
+import gc
 import unittest
 from unittest.mock import patch
 
 import torch
-from families import FAMILIES
+from family_table import FAMILIES, TINY
 from pipelines import PIPELINE_TESTS, pipeline_model_mapping
-from transformers.models.auto import modeling_auto
+from tests.test_configuration_common import ConfigTester
+from tests.test_memory_cleanup_mixin import MemoryCleanupMixin
+from tests.test_modeling_common import GenerationTesterMixin, ModelTesterMixin, ids_tensor
+from tests.test_training_mixin import TrainingTesterMixin
 
-# The mixins look a class up by name in these tables to choose its labels. `AutoModel.register` does not fill them.
-for family in FAMILIES:
-    for names, model_class in (
-        (modeling_auto.MODEL_MAPPING_NAMES, family.base_class),
-        (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, family.causal_lm_class),
-        (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, family.sequence_classification_class),
-        (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, family.token_classification_class),
-    ):
-        if model_class is not None:
-            names[family.config_class.model_type] = model_class.__name__
-
-from tests import test_fsdp_mixin, test_pipeline_mixin, test_tensor_parallel_mixin  # noqa: E402
-from tests.test_configuration_common import ConfigTester  # noqa: E402
-from tests.test_memory_cleanup_mixin import MemoryCleanupMixin  # noqa: E402
-from tests.test_modeling_common import GenerationTesterMixin, ModelTesterMixin, ids_tensor  # noqa: E402
-from tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
+from tests import test_fsdp_mixin, test_pipeline_mixin, test_tensor_parallel_mixin
 
 # The distributed tests run for the model types on a list, to save time on hundreds of models.
 MODEL_TYPES = {family.config_class.model_type for family in FAMILIES}
 test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = MODEL_TYPES
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = MODEL_TYPES
 test_pipeline_mixin.pipeline_test_mapping.update(
-    {test.task: {"test": f"{test.__module__}.{test.__name__}"} for test in PIPELINE_TESTS}
+    {task: {"test": f"{test.__module__}.{test.__name__}"} for task, test in PIPELINE_TESTS.items()}
 )
 
 
@@ -74,6 +63,7 @@ class FamilyTest(
     """The common tests. An override says what the original takes for granted and keeps the rest of it."""
 
     run_under_no_grad = False
+    test_can_init_all_missing_weights_before_2023 = True
     family = None
     model_tester = None
 
@@ -82,7 +72,7 @@ class FamilyTest(
         self.model_tester = ModelTester(self.family)
 
     def test_config(self):
-        ConfigTester(self, config_class=self.family.config_class, **self.family.fields).run_common_tests()
+        ConfigTester(self, config_class=self.family.config_class, **{**TINY, **self.family.fields}).run_common_tests()
 
     def test_attention_outputs(self):
         """Takes it for granted that every layer outputs the attention of every head: a hybrid has them where it has
@@ -92,7 +82,7 @@ class FamilyTest(
             super().test_attention_outputs()
 
 
-def test_class(family):
+def family_test_class(family):
     """The `unittest` class of a family; its name shows in the test ids."""
     attributes = {
         "family": family,
@@ -103,4 +93,8 @@ def test_class(family):
     return type(f"{family.name}ModelTest", (FamilyTest, unittest.TestCase), attributes)
 
 
-globals().update({f"{family.name}ModelTest": test_class(family) for family in FAMILIES})
+# MemoryCleanupMixin collects garbage around every test: what is imported by now need not be searched each time.
+gc.collect()
+gc.freeze()
+
+globals().update({f"{family.name}ModelTest": family_test_class(family) for family in FAMILIES})

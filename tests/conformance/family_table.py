@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import transformers
+from transformers.models.auto import modeling_auto
 
 import hf_hybrid
 
@@ -72,7 +73,24 @@ FAMILIES = (
         hf_hybrid.HwHForCausalLM,
         hf_hybrid.HwHForSequenceClassification,
         hf_hybrid.HwHForTokenClassification,
-        fields={"full_attention_heads": [[1], [0, 2]], "full_attention_rope": True},
+        fields={
+            "full_attention_heads": [[1], [0, 2]],
+            "full_attention_rope": [True, True],
+            "sliding_window": 2,
+            "sliding_window_layers": [1],
+        },
         attention_heads=(1, 2),
     ),
 )
+
+# The mixins look a class up by name in these tables to choose its labels, some while they are imported.
+# `AutoModel.register` does not fill these.
+for family in FAMILIES:
+    for names, model_class in (
+        (modeling_auto.MODEL_MAPPING_NAMES, family.base_class),
+        (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, family.causal_lm_class),
+        (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, family.sequence_classification_class),
+        (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, family.token_classification_class),
+    ):
+        if model_class is not None:
+            names[family.config_class.model_type] = model_class.__name__
