@@ -139,21 +139,16 @@ def score_windows(
         raise SourceError(f"no layer of {name} rotates its queries and keys: the model has no RoPE")
     sizes = {(len(sums[layer].rpd), len(rotary)) for layer, rotary in wavelengths.items()}
     if len(sizes) > 1:
-        raise SourceError(
-            f"the layers of {name} differ in (heads, rotary pairs): {sorted(sizes)}; a map holds one size"
-        )
+        raise SourceError(f"layers of {name} differ in (heads, rotary pairs): {sorted(sizes)}; a map holds one size")
     farthest = max(wavelengths.values(), key=lambda rotary: rotary.max().item())
-    reach = [layer for layer, rotary in wavelengths.items() if torch.equal(rotary, farthest)]
-    pairs = len(farthest)
-    tensors = {
-        # A layer without RoPE has no pairs.
-        field: torch.stack([F.pad(x, (0, pairs - x.shape[-1])) if field == "rfis" else x for x in values]).float().cpu()
-        / len(input_ids)
-        for field, values in zip(
-            HeadScores._fields, zip(*(sums[layer] for layer in range(layers)), strict=True), strict=True
-        )
-    }
-    return {**tensors, "wavelengths": farthest}, reach
+    tensors = {"wavelengths": farthest}
+    for index, field in enumerate(HeadScores._fields):
+        by_layer = [sums[layer][index].float().cpu() / len(input_ids) for layer in range(layers)]
+        if field == "rfis":
+            # Layers without RoPE have no pairs.
+            by_layer = [F.pad(rfis, (0, len(farthest) - rfis.shape[-1])) for rfis in by_layer]
+        tensors[field] = torch.stack(by_layer)
+    return tensors, [layer for layer, rotary in sorted(wavelengths.items()) if torch.equal(rotary, farthest)]
 
 
 def _score_layer(layer: LayerAttention, positions: Tensor, divergence: str, ablation: str) -> HeadScores:

@@ -283,8 +283,9 @@ def _recognise(
     """The layout whose rotation of the `plain` query and key gives the `rotated` ones; None if they are the same."""
 
     def agree(found: tuple[Tensor, ...]) -> bool:
-        pairs = zip(found, rotated, strict=True)
-        return all((a - b).norm() <= 8 * torch.finfo(b.dtype).eps * b.norm() for a, b in pairs)
+        # A float64 model may rotate in float32.
+        tolerance = 8 * max(torch.finfo(rotated[0].dtype).eps, torch.finfo(torch.float32).eps)
+        return all((a - b).norm() <= tolerance * b.norm() for a, b in zip(found, rotated, strict=True))
 
     if agree(plain):
         return None

@@ -91,7 +91,7 @@ def ridge(moments: Moments, start: Tensor, strength: float) -> Tensor:
 
 @torch.no_grad()
 def calibrate_layer(
-    hybrid: HwHForCausalLM, layer: int, groups: list[Rows], *, start_weight: float, strength: float, fit_gains: bool
+    hybrid: HwHForCausalLM, layer: int, groups: list[Rows], *, start_weight: float, strength: float, fit_gains: bool = True
 ) -> tuple[float, float]:
     """Fits one layer's head scales and output projection in place.
 

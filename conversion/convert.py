@@ -25,6 +25,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import convert_file_size_to_int
+from yaml import YAMLError
 
 from hf_hybrid import (
     HwHConfig,
@@ -57,8 +58,7 @@ from hf_hybrid.conversion.source_architectures import (
     rope_parameters,
     source_architecture,
 )
-from hf_hybrid.conversion.source_model import _locate as locate
-from hf_hybrid.conversion.source_model import load_source
+from hf_hybrid.conversion.source_model import load_source, locate
 
 RECORD = "conversion.json"
 # What a user of the source finds beside its weights and expects beside the converted ones.
@@ -609,10 +609,13 @@ def _start_or_resume(folder: Path, record: dict[str, Any], shards: list[Shard]) 
     path = folder / RECORD
     if path.is_file():
         found = json.loads(path.read_text())
-        other = [
-            f"{part}.{key}" for part in record for key in record[part] if found[part].get(key) != record[part][key]
-        ]
         if found != record:
+            other = [
+                f"{part}.{key}"
+                for part, entries in record.items()
+                for key, value in entries.items()
+                if found.get(part, {}).get(key) != value
+            ]
             raise FileExistsError(
                 f"{folder} holds an unfinished conversion that differs in {', '.join(other[:3])}. Finish it as it was "
                 "started, or remove it."
@@ -652,9 +655,12 @@ def _write_companions(folder: Path, source: Source, config: HwHConfig) -> None:
 
 
 def _license(folder: Path) -> str | None:
-    """The licence that the source's own card states."""
+    """The licence that the source's own card states; None without a card, or with one that can't be read."""
     card = folder / "README.md"
-    return (metadata_load(card) or {}).get("license") if card.is_file() else None
+    try:
+        return (metadata_load(card) or {}).get("license") if card.is_file() else None
+    except (ValueError, YAMLError):
+        return None
 
 
 def _write_weights(

@@ -1,12 +1,14 @@
 """Healing by gradient descent, stage by stage. Stage `align`: every layer's mixer learns its source's output.
 
-Each layer is a small regression of its own, on the source's activations or on the hybrid's ([`walk_layers`]), so the
-stage needs the memory of one layer, and a finished layer is saved and never touched again: a killed run goes on with
-the first unfinished one.
+Each layer is a small regression of its own, so the stage needs the memory of one layer's training, and a finished layer
+is saved and never touched again: a killed run goes on with the first unfinished one. A ridge regression of the output
+projection ([`calibrate_layer`]) stands before and after the descent: before, so that it starts from the right scale;
+after, since the best projection of the trained heads has a closed form.
 """
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,79 +19,151 @@ from torch import Tensor, nn
 
 from hf_hybrid import HwHForCausalLM
 from hf_hybrid.conversion.calibrate import calibrate_layer
+from hf_hybrid.conversion.healing import HealingError
 from hf_hybrid.conversion.layerwise import LayerRunner, Rows, walk_layers
+
+SETTINGS = "settings.json"
 
 
 @dataclass(frozen=True)
 class AlignSettings:
-    """How one layer's mixer is trained.
+    """How one layer's mixer is trained. Small steps of one row each: at this budget the number of steps decides.
 
     Attributes:
         epochs: passes over the sequences.
         batch_rows: sequences per step.
         learning_rate: peak of Adam's; it warms up over a twentieth of the steps and falls to zero along a cosine.
         start_weight: weight of a first token's squared error against another token's.
+        ridge: strength of the ridge regressions before and after, see [`calibrate`].
         follow: whose activations are the input, see [`walk_layers`].
-        calibrate: strength of the ridge regression that ends each layer; None = none.
         seed: of the order of the sequences.
     """
 
     epochs: int = 1
-    batch_rows: int = 4
+    batch_rows: int = 1
     learning_rate: float = 3e-3
     start_weight: float = 20.0
-    follow: str = "hybrid"
-    calibrate: float | None = 1e-3
+    ridge: float = 1e-2
+    follow: str = "source"
     seed: int = 0
 
 
-def trained_parameters(mixer: nn.Module) -> dict[str, nn.Parameter]:
-    """What the stage trains of one mixer: everything."""
-    return dict(mixer.named_parameters())
-
-
 def align_layer(hybrid: HwHForCausalLM, layer: int, groups: list[Rows], settings: AlignSettings) -> tuple[float, float]:
-    """Trains one layer's mixer in place on `groups` (sequences, then rows of a single start token).
+    """Trains one layer's mixer in place on `groups`: sequences, then rows of a single start token.
 
     Returns:
-        Mean loss of the first and of the last tenth of the steps; 1 = predicting zero.
+        Mean loss of the first and of the last tenth of the steps, first tokens left out; 1 = predicting zero.
     """
-    runner, mixer = LayerRunner(hybrid), hybrid.model.layers[layer].token_mixer
-    parameters = trained_parameters(mixer)
-    generator = torch.Generator().manual_seed(settings.seed * 1009 + layer)
+    runner = LayerRunner(hybrid)
+    parameters = list(hybrid.model.layers[layer].token_mixer.parameters())
     sequences, starts = groups
-    rows = len(sequences.tokens)
+    rows, length = sequences.tokens.shape
     steps_per_epoch = math.ceil(rows / settings.batch_rows)
     steps = settings.epochs * steps_per_epoch
-    # The energy that is to be explained, first tokens apart: theirs is of another size.
+    # First tokens carry energy of another order, so both kinds are measured against their own.
     energy = sequences.targets[:, 1:].pow(2).mean().clamp(min=1e-12)
     start_energy = starts.targets.pow(2).mean().clamp(min=1e-12)
-    optimizer = torch.optim.Adam(parameters.values(), lr=settings.learning_rate, betas=(0.9, 0.98))
+    optimizer = torch.optim.Adam(parameters, lr=settings.learning_rate, betas=(0.9, 0.95))
     warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / steps)))
     )
+    generator = torch.Generator().manual_seed(settings.seed * 1009 + layer)
     losses = []
-    starts_per_step = math.ceil(len(starts.tokens) / steps_per_epoch)
     with torch.enable_grad():
         for _ in range(settings.epochs):
-            order = torch.randperm(rows, generator=generator)
+            order = torch.randperm(rows, generator=generator).split(settings.batch_rows)
             start_order = torch.randperm(len(starts.tokens), generator=generator)
-            for step in range(steps_per_epoch):
-                chosen = order[step * settings.batch_rows : (step + 1) * settings.batch_rows]
+            for step, chosen in enumerate(order):
                 error = runner.mixer(layer, sequences.inputs[chosen]) - sequences.targets[chosen]
+                # The start tokens are dealt out over the epoch's steps; every step gets at least one.
+                dealt = start_order[step % len(start_order) :: steps_per_epoch]
+                start_error = runner.mixer(layer, starts.inputs[dealt]) - starts.targets[dealt]
                 body = error[:, 1:].pow(2).mean() / energy
-                picked = start_order[step * starts_per_step : (step + 1) * starts_per_step]
-                if len(picked) == 0:
-                    picked = start_order[:starts_per_step]
-                start_error = runner.mixer(layer, starts.inputs[picked]) - starts.targets[picked]
-                head = (error[:, 0].pow(2).mean() + start_error.pow(2).mean()) / start_energy
-                loss = body + settings.start_weight / sequences.tokens.shape[1] * head
+                start = (error[:, 0].pow(2).mean() + start_error.pow(2).mean()) / start_energy
                 optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+                (body + settings.start_weight / length * start).backward()
+                nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 schedule.step()
                 losses.append(body.item())
     tenth = max(1, len(losses) // 10)
     return sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+
+
+def align(
+    source: HwHForCausalLM,
+    hybrid: HwHForCausalLM,
+    sequences: Tensor,
+    start_tokens: Tensor,
+    settings: AlignSettings,
+    *,
+    checkpoint: Path | None = None,
+    progress: Callable[[int, float, float], None] | None = None,
+) -> list[tuple[float, float]]:
+    """Trains every layer of `hybrid` in place, first to last.
+
+    Args:
+        source: the source model in exact HwH form, float32.
+        hybrid: the converted model, float32.
+        sequences: training text, `[S, T]` tokens.
+        start_tokens: `[N]` tokens that each stand alone in a row of their own, for the attention sink.
+        settings: how.
+        checkpoint: folder that keeps each finished layer; a run with the same settings and text goes on from there.
+        progress: called with the layer and the share of the target's energy that is missed before and after.
+
+    Returns:
+        Per layer, the share of the target's energy that is missed before and after; first tokens left out.
+
+    Raises:
+        HealingError: `checkpoint` holds layers of a run with other settings, text or model.
+    """
+    if checkpoint is not None:
+        _open_checkpoint(checkpoint, settings, sequences, start_tokens, hybrid)
+    errors = []
+    ridge = {"start_weight": settings.start_weight, "strength": settings.ridge}
+    for layer, groups in walk_layers(source, hybrid, [sequences, start_tokens[:, None]], follow=settings.follow):
+        mixer = hybrid.model.layers[layer].token_mixer
+        saved = None if checkpoint is None else checkpoint / f"layer-{layer:03d}.safetensors"
+        if saved is not None and saved.is_file():
+            state = load_file(saved)
+            errors.append(tuple(state.pop("errors").tolist()))
+            mixer.load_state_dict(state)
+        else:
+            before, _ = calibrate_layer(hybrid, layer, groups, **ridge)
+            align_layer(hybrid, layer, groups, settings)
+            _, after = calibrate_layer(hybrid, layer, groups, **ridge, fit_gains=False)
+            errors.append((before, after))
+            if saved is not None:
+                state = {name: tensor.contiguous() for name, tensor in mixer.state_dict().items()}
+                state["errors"] = torch.tensor([before, after], dtype=torch.float64)
+                save_file(state, f"{saved}.tmp")
+                os.replace(f"{saved}.tmp", saved)
+        if progress is not None:
+            progress(layer, *errors[-1])
+    return errors
+
+
+def _open_checkpoint(
+    folder: Path, settings: AlignSettings, sequences: Tensor, start_tokens: Tensor, hybrid: HwHForCausalLM
+):
+    """Makes the folder, or checks that it belongs to the same run."""
+    run = {
+        "settings": asdict(settings),
+        "sequences": [*sequences.shape, int(sequences.sum())],
+        "start_tokens": [*start_tokens.shape, int(start_tokens.sum())],
+        "full_attention_heads": hybrid.config.full_attention_heads,
+        "hybrid": sum(parameter.double().abs().sum().item() for parameter in hybrid.parameters()),
+    }
+    path = folder / SETTINGS
+    if path.is_file():
+        found = json.loads(path.read_text())
+        if different := [name for name in run if found.get(name) != run[name]]:
+            raise HealingError(
+                f"{folder} keeps layers of another run (other {', '.join(different)}): finish it as it was started, or "
+                "remove it"
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{SETTINGS}.tmp").write_text(json.dumps(run))
+    os.replace(folder / f"{SETTINGS}.tmp", path)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,3 +195,26 @@ def gpband(rfis: Tensor, wavelengths: Tensor, training_length: int | None, *, fr
     lengths = wavelengths[first : last + 1].tolist()
     ratios = None if training_length is None else [length / training_length for length in lengths]
     return GPBand(first, last, peak, mass, lengths, ratios)
+
+
+def natural_classes(values: np.ndarray) -> tuple[float, float] | None:
+    """The two cuts that split `values` into three classes of least total squared deviation (Fisher, 1958), exactly.
+
+    Of RPD: retrieval heads below the first cut, positional heads from the second on. None if there are fewer than
+    three distinct values.
+    """
+    ordered = np.sort(values, axis=None).astype(np.float64)
+    n = len(ordered)
+    if len(np.unique(ordered)) < 3:
+        return None
+    sums = np.concatenate(([0.0], np.cumsum(ordered)))
+    # Least squared deviation within classes is most squared sum over size: one term for each class.
+    best, cuts = -np.inf, (1, 2)
+    for first in range(1, n - 1):
+        second = np.arange(first + 1, n)
+        gain = sums[first] ** 2 / first
+        gains = (sums[second] - sums[first]) ** 2 / (second - first) + (sums[n] - sums[second]) ** 2 / (n - second)
+        if gain + gains.max() > best:
+            best, cuts = gain + gains.max(), (first, int(second[gains.argmax()]))
+    low, high = ((ordered[cut - 1] + ordered[cut]) / 2 for cut in cuts)
+    return float(low), float(high)

@@ -226,7 +226,6 @@ class _Chunk(NamedTuple):
     query_scores: Tensor  # [N, C, C], P
     key_scores: Tensor  # [N, C, C], A without beta
     system: Tensor  # [N, C, C], A
-    inverse: Tensor  # [N, C, C], (I + A)^-1
     error: Tensor  # [N, C, Dv], V - a K S
     correction: Tensor  # [N, C, Dv], U
 
@@ -242,12 +241,12 @@ def _heads_last(x: Tensor, batch: int) -> Tensor:
 
 
 def _chunk(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> _Chunk:
-    dtype, tiny = state.dtype, _tiny(state.dtype)
+    dtype = state.dtype
     query, key, value, log_decay, beta = (_heads_first(x, dtype) for x in (query, key, value, log_decay, beta))
     beta = beta.unsqueeze(-1)
 
-    # exp is slow where its result is denormal; from here on down the result is flushed to zero anyway.
-    lowest = math.log(tiny) - 1
+    # exp is slow where its result is denormal; what lies below the bound is flushed to zero anyway.
+    lowest = math.log(_tiny(dtype)) - 1
     log_decay = log_decay.clamp_(min=lowest)
     lower = log_decay.new_ones(log_decay.shape[-1], log_decay.shape[-1]).tril_()
     # Sums over the tokens after j up to i: differences of cumulative sums would lose mild decays behind a strong one.
@@ -260,29 +259,21 @@ def _chunk(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: T
     query_scores = _flush_(torch.bmm(query, key.mT).mul_(decay))
     key_scores = torch.bmm(key, key.mT).mul_(decay)
     system = _flush_(key_scores * beta)
-    # The inverse's entries may fade through the denormal range; a tiny number added to the identity keeps them above.
-    identity = (lower * tiny).fill_diagonal_(1)
-    inverse = torch.linalg.solve_triangular(system, identity, upper=False, left=False, unitriangular=True)
 
     error = torch.baddbmm(value, start_key, state, alpha=-1)
-    correction = _flush_(torch.bmm(inverse, _flush_(error * beta)))
+    correction = _solve(system, error * beta)
     return _Chunk(
-        query=query,
-        key=key,
-        beta=beta,
-        decay=decay,
-        start_decay=start_decay,
-        end_decay=end_decay,
-        start_query=start_query,
-        start_key=start_key,
-        end_key=end_key,
-        query_scores=query_scores,
-        key_scores=key_scores,
-        system=system,
-        inverse=inverse,
-        error=error,
-        correction=correction,
+        *(query, key, beta, decay, start_decay, end_decay, start_query, start_key, end_key),
+        *(query_scores, key_scores, system, error, correction),
     )
+
+
+def _solve(system: Tensor, right_side: Tensor, transpose: bool = False) -> Tensor:
+    """X in (I + A) X = B, or (I + A)^T X = B, for A below the diagonal."""
+    # X may fade through the denormal range from row to row; a tiny constant keeps it above.
+    right_side = _flush_(right_side).add_(_tiny(right_side.dtype))
+    system = system.mT if transpose else system
+    return _flush_(torch.linalg.solve_triangular(system, right_side, upper=transpose, unitriangular=True))
 
 
 class _ChunkGatedDeltaRule(torch.autograd.Function):
@@ -343,7 +334,7 @@ def _chunk_backward(c: _Chunk, state: Tensor, grad_output: Tensor, grad_next_sta
 
     # U feeds the outputs and the next state; R = beta E is the right-hand side that it was solved from.
     grad_correction = torch.baddbmm(torch.bmm(c.query_scores.mT, grad_output), c.end_key, grad_next_state)
-    grad_right_side = _flush_(torch.bmm(c.inverse.mT, _flush_(grad_correction)))
+    grad_right_side = _solve(c.system, grad_correction, transpose=True)
     grad_value = _flush_(grad_right_side * c.beta)
     grad_query_scores = torch.bmm(grad_output, c.correction.mT)
     grad_system = torch.bmm(grad_right_side, c.correction.mT).neg_().tril_(-1)

@@ -353,7 +353,7 @@ def test_killed_conversion_resumes_to_the_same_bytes(source, tmp_path):
         out, partial = tmp_path / f"out{kill_at}", tmp_path / f"out{kill_at}.partial"
         process = context.Process(target=convert_and_die, args=(source, out, kill_at))
         process.start()
-        process.join()
+        process.join(timeout=300)
         assert process.exitcode == -signal.SIGKILL
         assert not out.exists() and (partial / RECORD).exists()
         finished = {name: (partial / name).stat() for name in files if (partial / name).exists()}
@@ -556,7 +556,9 @@ def test_tokenizer_chat_template_and_licence_come_along(source, tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(source)
     (source / "LICENSE").write_text("Apache")
+    (source / "README.md").write_text("---\nlicense: [\n---\n")
     convert(source, tmp_path / "out", heads=SPLIT)
+    assert "states no licence" in (tmp_path / "out" / "README.md").read_text()
     converted = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "the cat sat on the mat </s>"
     assert converted(text)["input_ids"] == tokenizer(text)["input_ids"]
