@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 import torch
-from runner import save_results
+from runner import report
 from torch import Tensor
 
 from hf_hybrid import HwHForCausalLM
@@ -41,7 +41,7 @@ def group_errors(exact: HwHForCausalLM, model: HwHForCausalLM, sequences: Tensor
     width = config.num_attention_heads // config.num_key_value_heads * config.head_dim
     teacher, student = LayerRunner(exact), LayerRunner(model)
     errors = []
-    for layer, (rows,) in walk_layers(exact, model, [sequences]):
+    for layer, (rows,) in walk_layers(exact, [sequences]):
         moments = [Moments.empty(width, width) for _ in range(config.num_key_value_heads)]
         for inputs in rows.inputs.split(8):
             ours, theirs = student.heads(layer, inputs)[:, 1:], teacher.heads(layer, inputs)[:, 1:]
@@ -77,14 +77,13 @@ def main():
     windows = heldout_windows(tokenizer)
     starts = torch.randint(len(tokenizer), (200,), generator=torch.Generator().manual_seed(99))
 
-    def text(tokens: int):
-        return healing_text(tokenizer, None, num_tokens=tokens, length=512, num_starts=192, seed=arguments.seed)
+    def text(tokens: int, length: int):
+        return healing_text(tokenizer, None, num_tokens=tokens, length=length, num_starts=192, seed=arguments.seed)
 
     def record(allocation: str, stage: str, **values):
         results[:] = [row for row in results if (row["allocation"], row["stage"]) != (allocation, stage)]
         results.append({"allocation": allocation, "stage": stage, **values})
-        save_results(RESULTS, "Upcycling SmolLM2-135M", results, seed=arguments.seed)
-        print(allocation, stage, values, flush=True)
+        report("Upcycling SmolLM2-135M", results, json_path=RESULTS, seed=arguments.seed)
 
     def measured(model: HwHForCausalLM) -> dict:
         recall = measure.repeated_span(model, (256,))[0]
@@ -107,7 +106,7 @@ def main():
         record("source", "source", **measured(exact))
     if not done("rpd", "rank correlation"):
         layers, heads = exact.config.num_hidden_layers, exact.config.num_attention_heads
-        sequences = text(8192).sequences
+        sequences = text(8192, 512).sequences
         linear = group_errors(exact, fresh([[]] * layers, "all-linear"), sequences)
         nope = group_errors(exact, fresh([list(range(heads))] * layers, "all-nope"), sequences)
         rpd = head_map.fold_to_groups().rpd
@@ -115,11 +114,11 @@ def main():
     for name in arguments.allocations:
         allocation = allocate(head_map, full_attention_share=0.25, strategy=name, seed=arguments.seed)
         if not done(name, "calibrated"):
-            hybrid, data = fresh(allocation, name), text(8192)
+            hybrid, data = fresh(allocation, name), text(8192, 512)
             calibrate(exact, hybrid, data.sequences, data.starts, strength=RIDGE)
             record(name, "calibrated", **measured(hybrid))
         if not done(name, "aligned"):
-            hybrid, data = fresh(allocation, name), text(65536)
+            hybrid, data = fresh(allocation, name), text(65536, 256)
             settings = AlignSettings(ridge=RIDGE, seed=arguments.seed)
             align(exact, hybrid, data.sequences, data.starts, settings, checkpoint=work / f"{name}.layers")
             hybrid.save_pretrained(work / f"{name}-aligned")

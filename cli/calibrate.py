@@ -50,5 +50,7 @@ def calibrate(
         "missed_energy": round(sum(after for _, after in errors) / len(errors), 4),
     }
     write_healed(pair, out, stage)
-    typer.echo(f"wrote {out}: share of the attention outputs' energy that is missed, mean over layers, "
-               f"{sum(before for before, _ in errors) / len(errors):.3f} -> {stage['missed_energy']:.3f}")
+    typer.echo(
+        f"wrote {out}: share of the attention outputs' energy that is missed, mean over layers, "
+        f"{sum(before for before, _ in errors) / len(errors):.3f} -> {stage['missed_energy']:.3f}"
+    )

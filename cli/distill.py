@@ -16,7 +16,7 @@ def distill(
     stage: Annotated[Stage, typer.Option(help="align: each layer learns the source's attention output.")] = Stage.align,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text; default: Python's own documentation.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to train on.")] = 65536,
-    length: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    length: Annotated[int, typer.Option(help="Tokens per row; one row is one step.")] = 256,
     epochs: Annotated[int, typer.Option(help="Passes over the text.")] = 1,
     batch_rows: Annotated[int, typer.Option(help="Rows per step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak of Adam's learning rate.")] = 3e-3,

@@ -18,17 +18,17 @@ def inspect(
     config = read_config(model)
     size = inspect_config(config)
     transformer = inspect_config(config.baseline("transformer")) if hasattr(config, "baseline") else None
-    console = Console(highlight=False)
-    console.print(f"{model}: {config.model_type}, {str(size.dtype).removeprefix('torch.')}", soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{model}: {config.model_type}, {name_of(size.dtype)}", markup=False)
     if hasattr(config, "full_attention_heads"):
         from hf_hybrid.conversion.allocate import draw_heads
 
         console.print("\nlayer, query heads (# full attention, . linear), full-attention heads:")
-        console.print(draw_heads(config.full_attention_heads, config.num_attention_heads), markup=False, soft_wrap=True)
+        console.print(draw_heads(config.full_attention_heads, config.num_attention_heads))
     console.print()
     console.print(tabulate(size, transformer))
     for note in notes(size):
-        console.print(note, soft_wrap=True)
+        console.print(note)
 
 
 def tabulate(size, transformer):
@@ -39,42 +39,40 @@ def tabulate(size, transformer):
     columns = {"this model": size, "as a Transformer": transformer} if transformer else {"Transformer": size}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("parameters")
-    for heading in columns:
+    for heading in [*columns, "share"] if transformer else columns:
         table.add_column(heading, justify="right")
-    if transformer:
-        table.add_column("share", justify="right")
 
-    def add(name, measure, show=lambda value: f"{value:,}", **style):
+    def add(name, measure, unit="", **style):
         values = [measure(column) for column in columns.values()]
-        share = [f"{values[0] / values[1]:.1%}" if values[1] else ""] if transformer else []
-        table.add_row(name, *map(show, values), *share, **style)
+        cells = [f"{value / 2**20:,.1f} MiB" if unit == "MiB" else f"{value:,}" for value in values]
+        if transformer:
+            cells.append(f"{values[0] / values[1]:.1%}" if values[1] else "")
+        if any(values):
+            table.add_row(name, *cells, **style)
 
-    parts = list(dict.fromkeys(part for column in columns.values() for part in column.parameters))
-    for part in parts:
-        add(part, lambda column, part=part: column.parameters.get(part, 0))
+    for part in size.parameters:
+        add(part, lambda column, part=part: column.parameters[part])
     add("total", lambda column: column.num_parameters, end_section=True)
     table.add_row("[bold]cache of one sequence")
     add("bytes per token", lambda column: column.token_bytes)
     if any(column.windowed_token_bytes for column in columns.values()):
-        add("once the windows are full", lambda column: column.token_bytes - column.windowed_token_bytes)
-    add("bytes whatever the length", lambda column: column.recurrent_bytes + column.conv_bytes)
+        add("bytes per token, windows full", lambda column: column.token_bytes - column.windowed_token_bytes)
+    add("recurrent states, bytes", lambda column: column.recurrent_bytes)
+    add("convolution states, bytes", lambda column: column.conv_bytes)
     for name, length in LENGTHS.items():
-        add(f"at {name} tokens", lambda column, length=length: column.cache_bytes(length), show_mebibytes)
+        add(f"at {name} tokens", lambda column, length=length: column.cache_bytes(length), "MiB")
     return table
 
 
-def show_mebibytes(value):
-    return f"{value / 2**20:,.1f} MiB"
-
-
 def notes(size):
-    """What the figures stand for, where the table doesn't say it."""
-    dtype = str(size.dtype).removeprefix("torch.")
-    yield f"Keys, values and convolution states are {dtype}, as the weights; 1k is 1,024 tokens."
+    """What the figures stand for."""
+    yield f"Keys, values and convolution states are {name_of(size.dtype)}, as the weights; 1k is 1,024 tokens."
     if size.recurrent_bytes:
-        yield (
-            f"Whatever the length: recurrent states (float32) {size.recurrent_bytes:,} bytes, convolution states "
-            f"({dtype}) {size.conv_bytes:,} bytes."
-        )
+        yield "Recurrent states are float32; they and the convolution states don't grow with the length."
+    # Keys and values of a head are at least two elements.
     if size.token_bytes == size.dtype.itemsize:
-        yield "No head is full attention: the cache only keeps one mark per token, which counts positions."
+        yield "No head is full attention: one mark per token is kept, to count positions."
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")

@@ -7,7 +7,14 @@ from contextlib import contextmanager
 @contextmanager
 def layer_progress(name: str, layers: int) -> Iterator:
     """A bar over `layers`; yields a callback that takes the layer and its error before and after."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),

@@ -7,7 +7,7 @@ The projection that is nearest to the converted one and brings F to Y is the min
 
 and needs only F^T F and F^T Y. The first token of a sequence carries the attention sink, an activation thousands of
 times larger than others', and is one token in hundreds: w_n weighs it, and extra rows of one token each show it many
-different first tokens (shared measurement: README, "Upcycling").
+different first tokens.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,10 @@ def fit_head_gains(moments: Moments, weight: Tensor, blocks: list[slice], free: 
         Factors `[heads]`.
     """
     weight = weight.double()
-    gram, pull = torch.empty(len(blocks), len(blocks), dtype=torch.float64), torch.empty(len(blocks), dtype=torch.float64)
+    gram, pull = (
+        torch.empty(len(blocks), len(blocks), dtype=torch.float64),
+        torch.empty(len(blocks), dtype=torch.float64),
+    )
     for i, rows in enumerate(blocks):
         pull[i] = (weight[:, rows].T * moments.cross[rows]).sum()
         for j, columns in enumerate(blocks):
@@ -91,7 +94,13 @@ def ridge(moments: Moments, start: Tensor, strength: float) -> Tensor:
 
 @torch.no_grad()
 def calibrate_layer(
-    hybrid: HwHForCausalLM, layer: int, groups: list[Rows], *, start_weight: float, strength: float, fit_gains: bool = True
+    hybrid: HwHForCausalLM,
+    layer: int,
+    groups: list[Rows],
+    *,
+    start_weight: float,
+    strength: float,
+    fit_gains: bool = True,
 ) -> tuple[float, float]:
     """Fits one layer's head scales and output projection in place.
 
@@ -112,7 +121,7 @@ def calibrate_layer(
     weight = mixer.o_proj.weight
     before = rest.error(weight)
     linear = mixer.linear_attention
-    if fit_gains and linear is not None and linear.head_scale is not None and hybrid.config.linear_value_head_dim:
+    if fit_gains and linear is not None and linear.head_scale is not None:
         config = hybrid.config
         widths = [
             config.head_dim if head in mixer.full_heads else config.linear_value_head_dim
@@ -139,8 +148,7 @@ def calibrate(
     start_tokens: Tensor,
     *,
     start_weight: float = 20.0,
-    strength: float = 1e-3,
-    follow: str = "hybrid",
+    strength: float = 1e-2,
     fit_gains: bool = True,
     progress: Callable[[int, float, float], None] | None = None,
 ) -> list[tuple[float, float]]:
@@ -153,7 +161,6 @@ def calibrate(
         start_tokens: `[N]` tokens that each stand alone in a row of their own, for the attention sink.
         start_weight: weight of a first token's error against another token's.
         strength: ridge strength, relative to the features' mean energy.
-        follow: see [`walk_layers`].
         fit_gains: fit one scale per linear head before the projection.
         progress: called with the layer and its error before and after.
 
@@ -161,11 +168,9 @@ def calibrate(
         Per layer, the share of the target's energy that is missed before and after.
     """
     errors = []
-    for layer, groups in walk_layers(source, hybrid, [sequences, start_tokens[:, None]], follow=follow):
+    for layer, groups in walk_layers(source, [sequences, start_tokens[:, None]]):
         errors.append(
-            calibrate_layer(
-                hybrid, layer, groups, start_weight=start_weight, strength=strength, fit_gains=fit_gains
-            )
+            calibrate_layer(hybrid, layer, groups, start_weight=start_weight, strength=strength, fit_gains=fit_gains)
         )
         if progress is not None:
             progress(layer, *errors[-1])

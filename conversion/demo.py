@@ -28,7 +28,8 @@ from hf_hybrid.conversion.report import write_report
 from hf_hybrid.conversion.source_model import load_source
 from hf_hybrid.conversion.text_data import heldout_windows
 
-LENGTH = 512
+# Tokens per row: many short rows make many steps of the same text.
+CALIBRATION_LENGTH, ALIGN_LENGTH = 512, 256
 STARTS = 192
 RIDGE = 1e-2
 CALIBRATION_TOKENS = 8192
@@ -121,8 +122,9 @@ def run_demo(source: str | Path, out: str | Path, *, budget: str, bar: Bar, say:
             return
         hybrid = load_hybrid(folders[start])
         pair = Pair(folders[start], exact, hybrid, tokenizer, torch.float32)
-        text = healing_text(tokenizer, None, num_tokens=tokens, length=LENGTH, num_starts=STARTS, seed=0)
-        stage = {"stage": "calibrate" if settings is None else "align", "tokens": tokens, "length": LENGTH}
+        length = CALIBRATION_LENGTH if settings is None else ALIGN_LENGTH
+        text = healing_text(tokenizer, None, num_tokens=tokens, length=length, num_starts=STARTS, seed=0)
+        stage = {"stage": "calibrate" if settings is None else "align", "tokens": tokens, "length": length}
         stage |= {"starts": STARTS, "text_digest": text.digest}
         with bar(name, layers) as advance:
             if settings is None:

@@ -27,7 +27,7 @@ SETTINGS = "settings.json"
 
 @dataclass(frozen=True)
 class AlignSettings:
-    """How one layer's mixer is trained. Small steps of one row each: at this budget the number of steps decides.
+    """How one layer's mixer is trained. Steps of one short row: at small budgets the number of steps decides.
 
     Attributes:
         epochs: passes over the sequences.
@@ -35,7 +35,6 @@ class AlignSettings:
         learning_rate: peak of Adam's; it warms up over a twentieth of the steps and falls to zero along a cosine.
         start_weight: weight of a first token's squared error against another token's.
         ridge: strength of the ridge regressions before and after, see [`calibrate`].
-        follow: whose activations are the input, see [`walk_layers`].
         seed: of the order of the sequences.
     """
 
@@ -44,7 +43,6 @@ class AlignSettings:
     learning_rate: float = 3e-3
     start_weight: float = 20.0
     ridge: float = 1e-2
-    follow: str = "source"
     seed: int = 0
 
 
@@ -122,7 +120,7 @@ def align(
         _open_checkpoint(checkpoint, settings, sequences, start_tokens, hybrid)
     errors = []
     ridge = {"start_weight": settings.start_weight, "strength": settings.ridge}
-    for layer, groups in walk_layers(source, hybrid, [sequences, start_tokens[:, None]], follow=settings.follow):
+    for layer, groups in walk_layers(source, [sequences, start_tokens[:, None]]):
         mixer = hybrid.model.layers[layer].token_mixer
         saved = None if checkpoint is None else checkpoint / f"layer-{layer:03d}.safetensors"
         if saved is not None and saved.is_file():

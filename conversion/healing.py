@@ -49,16 +49,16 @@ def load_hybrid(folder: str | Path) -> HwHForCausalLM:
         raise HealingError(f"{folder} is not a model folder: it has no config.json; make one with hf-hybrid convert")
     config = AutoConfig.from_pretrained(folder)
     if not isinstance(config, HwHConfig):
-        raise HealingError(f"{folder} holds a {config.model_type} model: healing works on HwH models (hf-hybrid convert)")
+        raise HealingError(
+            f"{folder} holds a {config.model_type} model: healing works on HwH models (hf-hybrid convert)"
+        )
     return HwHForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def load_exact(source: str | Path, *, gguf_file: str | None = None, revision: str | None = None) -> HwHForCausalLM:
     """The source model as an HwH model with every head full and rotated, in float32: the same function."""
     with tempfile.TemporaryDirectory() as folder:
-        convert(
-            source, Path(folder) / "exact", exact=True, dtype=torch.float32, gguf_file=gguf_file, revision=revision
-        )
+        convert(source, Path(folder) / "exact", exact=True, dtype=torch.float32, gguf_file=gguf_file, revision=revision)
         return HwHForCausalLM.from_pretrained(Path(folder) / "exact").eval()
 
 
@@ -71,14 +71,16 @@ def load_pair(
     for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
         ours, theirs = getattr(student.config, field), getattr(teacher.config, field)
         if ours != theirs:
-            raise HealingError(f"{hybrid} has {field} {ours}, {source} has {theirs}: give the model that it was made from")
+            raise HealingError(
+                f"{hybrid} has {field} {ours}, {source} has {theirs}: give the model that it was made from"
+            )
     dtype = AutoConfig.from_pretrained(hybrid).dtype or torch.float32
     return Pair(Path(hybrid), teacher, student, AutoTokenizer.from_pretrained(hybrid), dtype)
 
 
 @dataclass(frozen=True)
 class HealingText:
-    """Training rows: `sequences` `[S, T]` of text, `starts` `[N]` single tokens that stand first in a row of their own."""
+    """Training rows: `sequences` `[S, T]` of text, and `starts` `[N]`, each to stand alone in a row of its own."""
 
     sequences: Tensor
     starts: Tensor

@@ -12,16 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from hf_hybrid.conversion.source_model import SourceError, locate
 from hf_hybrid.gated_delta_net import GatedDeltaNet
 
-# Part of each parameter, by the first of these that its name contains.
+# Part of each parameter, by the first of these that its name contains. Mixers have their own norms, gates and states.
 PARTS = {
     "embed_tokens.": "embedding",
-    "lm_head.": "head",
-    ".linear_attention.": "linear mixers",
     ".o_proj.": "output projections",
     ".attention.": "full-attention mixers",
     ".self_attn.": "full-attention mixers",
+    ".linear_attention.": "linear mixers",
     ".mlp.": "MLPs",
     "norm.": "norms",
+    "lm_head.": "head",
     "": "other",
 }
 
@@ -51,8 +51,7 @@ class ModelSize:
     """Sizes of one model.
 
     Attributes:
-        parameters: numbers of parameters by part (the values of `PARTS`, those that the model has); a tied head is the
-            embedding, and is counted there.
+        parameters: numbers of parameters by part, zero included; a tied head is the embedding, and is counted there.
         layers: what each layer caches.
         dtype: of the weights and of the cache, but for the recurrent states, which are float32.
     """
@@ -109,11 +108,10 @@ def inspect_config(config: PreTrainedConfig) -> ModelSize:
     dtype = config.dtype or torch.float32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    found = Counter()
+    parameters = dict.fromkeys(PARTS.values(), 0)
     for name, parameter in model.named_parameters():
-        found[next(part for piece, part in PARTS.items() if piece in name)] += parameter.numel()
-    parts = dict.fromkeys(PARTS.values())
-    return ModelSize({part: found[part] for part in parts if found[part]}, _layer_caches(model), dtype)
+        parameters[next(part for piece, part in PARTS.items() if piece in name)] += parameter.numel()
+    return ModelSize(parameters, _layer_caches(model), dtype)
 
 
 def _layer_caches(model: nn.Module) -> tuple[LayerCache, ...]:

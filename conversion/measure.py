@@ -66,8 +66,8 @@ def sink_share(source: PreTrainedModel, hybrid: PreTrainedModel, start_tokens: T
     """Share of `start_tokens` `[N]` whose massive activation the hybrid keeps.
 
     Softmax heads park unused attention on the first token, whose hidden state is thousands of times larger than others'
-    from some depth on. Kept means: at the depth where the source's is largest (its median over the tokens), the hybrid's
-    norm lies within a factor of 2 of the source's. Our definition.
+    from some depth on. Kept means: at the depth where the source's is largest (its median over the tokens), the
+    hybrid's norm lies within a factor of 2 of the source's. Our definition.
     """
     theirs = start_norms(source, start_tokens)
     depth = theirs.median(dim=1).values.argmax()

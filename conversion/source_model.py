@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import torch
@@ -93,12 +94,9 @@ def _load_tokenizer(model: str | Path, location: str, **options) -> PreTrainedTo
 def _read(auto_class, model: str | Path, location: str, **options):
     try:
         return auto_class.from_pretrained(location, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, struct.error) as error:
         raise SourceError(f"cannot read the model {model}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-_locate = locate

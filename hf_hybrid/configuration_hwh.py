@@ -96,7 +96,7 @@ def validate_full_attention_heads(heads: list[list[int]], num_layers: int, num_h
     """Raises `ValueError` naming layer, field and value unless `heads` lists query heads for every layer."""
     if len(heads) != num_layers:
         raise ValueError(
-            f"full_attention_heads has {len(heads)} layers, but num_hidden_layers is {num_layers}: give one list per layer"
+            f"full_attention_heads has {len(heads)} layers, but num_hidden_layers is {num_layers}: give a list per layer"
         )
     for layer, layer_heads in enumerate(heads):
         if sorted(set(layer_heads)) != list(layer_heads):
@@ -139,8 +139,8 @@ class HwHConfig(PreTrainedConfig):
         attention_output_gate (`str`): `"none"`, `"headwise"` or `"elementwise"` sigmoid gate, from the layer's input.
         attention_output_norm (`bool`): RMS norm of each full-attention head's output.
         attention_head_scale (`bool`): a learnable factor on each full-attention head's output.
-        logit_scaling_base (`float`, *optional*): a > 1 multiplies the logits by log(t + a) / log(a) at inference, t being
-            the number of visible tokens (arXiv 2601.22156).
+        logit_scaling_base (`float`, *optional*): a > 1 multiplies the logits by log(t + a) / log(a) at inference, t
+            being the number of visible tokens (arXiv 2601.22156).
         attention_bias (`bool`): biases of the query, key and value projections, of both branches.
         attention_output_bias (`bool`): bias of the output projection.
         linear_key_head_dim, linear_value_head_dim (`int`, *optional*): widths of the linear heads; `None` = `head_dim`.
@@ -239,7 +239,7 @@ class HwHConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, num_key_value_heads is {self.num_key_value_heads}: "
+                f"num_attention_heads is {self.num_attention_heads}, num_key_value_heads {self.num_key_value_heads}: "
                 "the first must be a multiple of the second"
             )
         validate_choice("preset", self.preset, LINEAR_PRESETS)
@@ -261,8 +261,8 @@ class HwHConfig(PreTrainedConfig):
         derived = [self._layer_type(layer) for layer in range(self.num_hidden_layers)]
         if self.layer_types is not None and self.layer_types != derived:
             raise ValueError(
-                f"layer_types is {self.layer_types}, but full_attention_heads and sliding_window_layers give {derived}: "
-                "leave layer_types out, it is derived"
+                f"layer_types is {self.layer_types}, but full_attention_heads and sliding_window_layers give "
+                f"{derived}: leave layer_types out, it is derived"
             )
         self.layer_types = derived
         # Layers may differ in MLP width; readers outside of the zoo get the configured width and not an error.
@@ -296,8 +296,8 @@ class HwHConfig(PreTrainedConfig):
             raise ValueError(f"head_dim is {self.head_dim}: rotary positions turn pairs, give an even number")
         if self.linear_rope and self.linear_key_head_dim != self.head_dim:
             raise ValueError(
-                f"linear_rope is True, linear_key_head_dim {self.linear_key_head_dim}, head_dim {self.head_dim}: rotated "
-                "linear heads share the angles of the layer, so the two must be equal"
+                f"linear_rope is True, linear_key_head_dim {self.linear_key_head_dim}, head_dim {self.head_dim}: "
+                "rotated linear heads share the angles of the layer, so the two must be equal"
             )
         if self.linear_conv_kernel_dim < 1:
             raise ValueError(f"linear_conv_kernel_dim is {self.linear_conv_kernel_dim}: give at least 1 tap")
@@ -306,7 +306,9 @@ class HwHConfig(PreTrainedConfig):
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}: give at least 1 token, or None")
         if self.sliding_window is None and self.sliding_window_layers:
-            raise ValueError(f"sliding_window_layers is {self.sliding_window_layers}, but sliding_window is None: give both")
+            raise ValueError(
+                f"sliding_window_layers is {self.sliding_window_layers}, but sliding_window is None: give both"
+            )
         wrong = [layer for layer in self.sliding_window_layers or [] if not 0 <= layer < layers]
         if wrong:
             raise ValueError(f"sliding_window_layers names layer {wrong[0]}, but there are {layers} layers")
@@ -331,13 +333,16 @@ class HwHConfig(PreTrainedConfig):
     def has_sliding_attention(self) -> bool:
         """Whether some full-attention head sees a window."""
         return any(
-            heads and self.layer_sliding_window(layer) is not None for layer, heads in enumerate(self.full_attention_heads)
+            heads and self.layer_sliding_window(layer) is not None
+            for layer, heads in enumerate(self.full_attention_heads)
         )
 
     @property
     def uses_rotary_positions(self) -> bool:
         """Whether any head is rotated."""
-        full = any(rope and heads for rope, heads in zip(self.full_attention_rope, self.full_attention_heads, strict=True))
+        full = any(
+            rope and heads for rope, heads in zip(self.full_attention_rope, self.full_attention_heads, strict=True)
+        )
         linear = self.linear_rope and any(len(heads) < self.num_attention_heads for heads in self.full_attention_heads)
         return bool(full or linear)
 

@@ -202,7 +202,9 @@ def _flush(x: Tensor) -> Tensor:
 
 
 def _flush_(x: Tensor) -> Tensor:
-    """Zero what is tiny, in place and outside autograd."""
+    """Zero what is tiny, in place where that can be, and outside autograd: use what it returns."""
+    if torch.compiler.is_compiling():
+        return F.hardshrink(x, _tiny(x.dtype))  # torch.compile can't trace a column-major `out`
     return torch.hardshrink(x, _tiny(x.dtype), out=x)
 
 
@@ -240,14 +242,20 @@ def _heads_last(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-def _chunk(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> _Chunk:
-    dtype = state.dtype
-    query, key, value, log_decay, beta = (_heads_first(x, dtype) for x in (query, key, value, log_decay, beta))
-    beta = beta.unsqueeze(-1)
+def _lowest_log_decay(dtype: torch.dtype) -> float:
+    """Decays below its exponential are zero; exp itself would be slow where its result is denormal."""
+    return math.log(_tiny(dtype)) - 1
 
-    # exp is slow where its result is denormal; what lies below the bound is flushed to zero anyway.
-    lowest = math.log(_tiny(dtype)) - 1
-    log_decay = log_decay.clamp_(min=lowest)
+
+def _rates(log_decay: Tensor, beta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """log_decay and beta as [B*H, T]."""
+    return _heads_first(log_decay, dtype).clamp_(min=_lowest_log_decay(dtype)), _heads_first(beta, dtype)
+
+
+def _chunk(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> _Chunk:
+    query, key, value = (_heads_first(x, state.dtype) for x in (query, key, value))
+    beta = beta.unsqueeze(-1)
+    lowest = _lowest_log_decay(state.dtype)
     lower = log_decay.new_ones(log_decay.shape[-1], log_decay.shape[-1]).tril_()
     # Sums over the tokens after j up to i: differences of cumulative sums would lose mild decays behind a strong one.
     decay = torch.matmul(log_decay.unsqueeze(-2) * lower, lower.tril(-1))
@@ -285,13 +293,14 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         batch, length = key.shape[:2]
         scale = key.shape[-1] ** -0.5
         state = F.hardshrink(initial_state, _tiny(initial_state.dtype)).flatten(0, 1)
+        rates = _rates(log_decay, beta, state.dtype)
         states = []
         output = torch.empty_like(value)
         with torch.autocast(key.device.type, enabled=False):
             for start in range(0, length, chunk_size):
                 states.append(state)
                 chunk = slice(start, start + chunk_size)
-                c = _chunk(*(x[:, chunk] for x in (query, key, value, log_decay, beta)), state)
+                c = _chunk(*(x[:, chunk] for x in (query, key, value, *rates)), state)
                 reads = torch.bmm(c.start_query, state)
                 reads = torch.baddbmm(reads, c.query_scores, c.correction, beta=scale, alpha=scale)
                 output[:, chunk] = _heads_last(reads, batch)
@@ -316,11 +325,12 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         grad_state = F.hardshrink(grad_state / unit, _tiny(dtype)).flatten(0, 1)
         grad_output = grad_output * (scale / unit)
         inputs = (query, key, value, log_decay, beta)
+        rates = _rates(log_decay, beta, dtype)
         grads = [torch.empty_like(x) for x in inputs]
         with torch.autocast(key.device.type, enabled=False):
             for index in reversed(range(len(states))):
                 chunk = slice(index * size, (index + 1) * size)
-                c = _chunk(*(x[:, chunk] for x in inputs), states[index])
+                c = _chunk(*(x[:, chunk] for x in (query, key, value, *rates)), states[index])
                 chunk_grad_output = _heads_first(grad_output[:, chunk], dtype)
                 *chunk_grads, grad_state = _chunk_backward(c, states[index], chunk_grad_output, grad_state)
                 for grad, chunk_grad in zip(grads, chunk_grads, strict=True):

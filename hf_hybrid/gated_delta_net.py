@@ -101,7 +101,7 @@ class GatedDeltaNet(nn.Module):
         self.b_proj = nn.Linear(config.hidden_size, num_heads, bias=False)
         self.decay = LogDecay(config, num_heads)
         self.conv1d = ShortConvolution(2 * keys + values, config.linear_conv_kernel_dim)
-        # At least one past token is kept, even without a convolution: an empty history marks a row that has read nothing.
+        # One past token is kept even without a convolution: an empty history marks a row that has read nothing.
         self.history_length = max(config.linear_conv_kernel_dim - 1, 1)
         self.activation = ACT2FN[config.linear_conv_activation]
         self.o_norm = RMSNorm(self.value_dim, config.rms_norm_eps) if config.linear_output_norm else None
@@ -151,9 +151,7 @@ class GatedDeltaNet(nn.Module):
         """
         batch_size, length = hidden_states.shape[:2]
         hidden_states = layout.blank_padding(layout.compact(hidden_states))
-        mixed = torch.cat(
-            [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], dim=-1
-        )
+        mixed = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], dim=-1)
         extended = self._with_history(mixed, cache)
         mixed = self.activation(self.conv1d(extended, length, layout.segment_ids))
         if cache is not None:

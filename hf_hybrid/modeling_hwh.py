@@ -49,7 +49,7 @@ def interleave_heads(
 
 
 class HeadwiseHybrid(nn.Module):
-    """The mixer of one HwH layer: softmax attention on some heads, Gated DeltaNet on the others, one output projection."""
+    """The mixer of one HwH layer: softmax attention on some heads, Gated DeltaNet on the others, one read-out."""
 
     def __init__(self, config: HwHConfig, layer_idx: int):
         super().__init__()

@@ -121,7 +121,9 @@ def test_chunks_in_float32(regime):
     inputs = in_regime(make_inputs(200, torch.float32, key_dim=16), regime)
     double = {name: x.double() for name, x in inputs.items()}
     expected = forward_and_gradients(recurrent_gated_delta_rule, double)
-    assert_agree(forward_and_gradients(chunk_gated_delta_rule, inputs), expected, 1e-5)
+    # Reflections in one direction undo each other: the sums are a hundred times larger than what remains of them.
+    tolerance = 1e-4 if regime == "beta 2, correlated, no decay" else 2e-6
+    assert_agree(forward_and_gradients(chunk_gated_delta_rule, inputs), expected, tolerance)
 
 
 @pytest.mark.parametrize("form", [chunk_gated_delta_rule, recurrent_gated_delta_rule])

@@ -1,0 +1,48 @@
+"""What the first line of a user's program costs: importing hf_hybrid, and `hf-hybrid --help`.
+
+python benchmarks/import_time.py
+
+Bounds: the package at most 0.5 s over transformers' Auto classes, the help at most 0.3 s over the package. Each run is
+a fresh process; the three take turns.
+"""
+
+import statistics
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from runner import compare, report
+
+RESULTS = Path(__file__).parent / "results" / "import_time.json"
+COMMANDS = {
+    "transformers": [sys.executable, "-c", "from transformers import AutoConfig, AutoModelForCausalLM"],
+    "hf_hybrid": [sys.executable, "-c", "import hf_hybrid"],
+    "hf-hybrid --help": [str(Path(sys.executable).with_name("hf-hybrid")), "--help"],
+}
+# What is measured, against what, and the most seconds that it may cost more.
+BOUNDS = {"hf_hybrid": ("transformers", 0.5), "hf-hybrid --help": ("hf_hybrid", 0.3)}
+
+
+def main():
+    run = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
+    seconds = compare({name: partial(run, command) for name, command in COMMANDS.items()}).seconds
+    rows = []
+    for name, (baseline, bound) in BOUNDS.items():
+        extra = [own - other for own, other in zip(seconds[name], seconds[baseline], strict=True)]
+        rows.append(
+            {
+                "name": name,
+                "seconds": statistics.median(seconds[name]),
+                "over": baseline,
+                "extra": statistics.median(extra),
+                "lowest": min(extra),
+                "highest": max(extra),
+                "bound": bound,
+            }
+        )
+    report("Import time, seconds", rows, json_path=RESULTS)
+
+
+if __name__ == "__main__":
+    main()
