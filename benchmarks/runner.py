@@ -1,7 +1,7 @@
 """The runner of every benchmark: fair turns, ratios with their spread, a table on screen and JSON beside it.
 
-Timings of a shared machine drift. So what is compared takes turns in one process (A B A B ... after a warm-up), and what
-is reported is the median over rounds of the ratio inside a round, with its range.
+Timings of a shared machine drift. So what is compared takes turns in one process (A B A B ... after a warm-up), and
+what is reported is the median over rounds of the ratio inside a round, with its range.
 """
 
 import json

@@ -96,7 +96,7 @@ def validate_full_attention_heads(heads: list[list[int]], num_layers: int, num_h
     """Raises `ValueError` naming layer, field and value unless `heads` lists query heads for every layer."""
     if len(heads) != num_layers:
         raise ValueError(
-            f"full_attention_heads has {len(heads)} layers, but num_hidden_layers is {num_layers}: give a list per layer"
+            f"full_attention_heads has {len(heads)} layers, but num_hidden_layers is {num_layers}: give one a layer"
         )
     for layer, layer_heads in enumerate(heads):
         if sorted(set(layer_heads)) != list(layer_heads):

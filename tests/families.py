@@ -117,7 +117,7 @@ def alone(model, tokens):
 
 
 def place(sequences, total, where, seed=7):
-    """Lays sequences into rows of `total` places. Returns tokens, mask and each sequence's places; padding is random."""
+    """Lays sequences into rows of `total` places. Returns tokens, mask and places; padding is random."""
     generator = torch.Generator().manual_seed(seed)
     tokens = random_tokens(len(sequences), total, seed=seed)
     mask = torch.zeros(len(sequences), total, dtype=torch.long)
