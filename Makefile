@@ -28,8 +28,10 @@ lint: $(VENV)/.test  ## ruff check and ruff format --check
 conformance: $(VENV)/.conformance  ## the common tests of transformers, from its source distribution, on our classes
 	$(BIN)/python tests/conformance/run.py
 
-bench: $(VENV)/.demo $(VENV)/.test  ## the figures that the README quotes
-	$(BIN)/python benchmarks/import_time.py
+bench: $(VENV)/.demo $(VENV)/.test  ## every figure that the README quotes (hours)
+	@for script in $(filter-out benchmarks/runner.py,$(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(BIN)/python $$script || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -84,6 +84,7 @@ def analyze_heads(
         "folding": "mean",
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "training_length": training_length(config),
         "source": "hf_hybrid",
         "wavelength_layers": wavelength_layers,

@@ -193,7 +193,7 @@ sys.meta_path.insert(0, Block())
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, prompt = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer(prompt, return_tensors="pt")
 output = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.eos_token_id)

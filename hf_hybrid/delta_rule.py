@@ -278,8 +278,9 @@ def _chunk(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: T
 
 def _solve(system: Tensor, right_side: Tensor, transpose: bool = False) -> Tensor:
     """X in (I + A) X = B, or (I + A)^T X = B, for A below the diagonal."""
-    # X may fade through the denormal range from row to row; a tiny constant keeps it above.
-    right_side = _flush_(right_side).add_(_tiny(right_side.dtype))
+    # X may fade through the denormal range from row to row. A constant keeps it above, so small that it is flushed from
+    # the result: the inverse of I + A has no entry above 2 for keys of unit length and beta <= 2.
+    right_side = _flush_(right_side).add_(_tiny(right_side.dtype) / (2 * right_side.shape[1]))
     system = system.mT if transpose else system
     return _flush_(torch.linalg.solve_triangular(system, right_side, upper=transpose, unitriangular=True))
 
