@@ -24,6 +24,7 @@ def demo(
     from hf_hybrid.cli.allocate import describe
     from hf_hybrid.conversion import demo as job
     from hf_hybrid.conversion.allocate import Allocation
+    from hf_hybrid.conversion.head_map import HeadMap
 
     console = Console()
     began = time.perf_counter()
@@ -38,11 +39,14 @@ def demo(
 
     source = job.bundled_checkpoint() if model is None else model
     rows = job.run_demo(source, out, budget=budget.value, bar=bar, say=typer.echo)
-    typer.echo(describe(Allocation.load(out / "heads-rpd.json"), None))
+    head_dim = HeadMap.load(out / "head_map.safetensors").metadata.get("head_dim")
+    typer.echo(describe(Allocation.load(out / "heads-rpd.json"), head_dim))
     console.print(table(rows, job))
     typer.echo(
-        f"calibrated on {job.CALIBRATION_TOKENS:,} tokens, aligned on {job.BUDGETS[budget.value]:,}; "
-        f"cache in float32; decode behind {job.LONG_CONTEXT:,} tokens, one row"
+        f"Calibrated on {job.CALIBRATION_TOKENS:,} tokens, aligned on {job.BUDGETS[budget.value]:,}.\n"
+        "NLL: nats per token of text that no stage saw.\n"
+        "Copy: loss in nats and top-1 of the second copy of 64 random tokens, so many tokens after the first.\n"
+        f"Cache in float32; decoding one row behind {job.LONG_CONTEXT:,} tokens."
     )
     folder = out / f"aligned-{budget.value}"
     typer.echo(f"\nfrom {folder}, loaded with trust_remote_code in a process without hf_hybrid:")
@@ -53,21 +57,23 @@ def demo(
 
 def table(rows, job):
     """The stages side by side."""
+    from rich import box
     from rich.table import Table
 
-    result = Table(title="What the stages did")
+    # Fits a terminal of 80 columns.
+    result = Table(title="What the stages did", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("model")
-    result.add_column("held-out NLL", justify="right")
+    result.add_column("NLL", justify="right")
     for distance in job.DISTANCES:
-        result.add_column(f"copy at {distance:,}\nloss / top-1", justify="right")
-    for column in ("sink kept", "cache\nbytes/token", "decode\ntokens/s"):
-        result.add_column(column, justify="right")
+        result.add_column(f"copy at\n{distance:,}", justify="right", no_wrap=True)
+    for column in ("sink\nkept", "cache\nB/token", "decode\ntokens/s"):
+        result.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         result.add_row(
             row.model,
             f"{row.nll:.3f}",
-            *(f"{recall.loss:.2f} / {recall.top1:.0%}" for recall in row.recall),
-            f"{row.sink:.1%}",
+            *(f"{recall.loss:.1f} {recall.top1:4.0%}" for recall in row.recall),
+            f"{row.sink:.1%}".replace("100.0%", "100%"),
             f"{row.cache_bytes_per_token:,}",
             f"{row.decode_tokens_per_second:.1f}",
         )

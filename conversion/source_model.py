@@ -45,8 +45,9 @@ def load_source(
     loaded = _read(
         AutoModelForCausalLM, model, location, dtype=dtype, attn_implementation=attn_implementation, **options
     )
-    # Head maps and model cards name the model as the user does.
-    loaded.config._name_or_path = str(model)
+    # Head maps and reports name the model by this: a hub id as it is, a local one without the machine's path.
+    path = Path(model)
+    loaded.config._name_or_path = path.resolve().name if path.exists() else str(model)
     options.pop("quantization_config", None)
     return loaded.to(device).eval(), _load_tokenizer(model, location, **options)
 
