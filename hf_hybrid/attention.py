@@ -50,7 +50,8 @@ class RotaryEmbedding(nn.Module):
     def compute_default_rope_parameters(config, **kwargs) -> tuple[torch.Tensor, float]:
         """Angular frequencies `[D / 2]` in radians per token, and the factor on cosine and sine (1)."""
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float)
-        return config.rope_parameters["rope_theta"] ** -(pairs / config.head_dim), 1.0
+        # Written as transformers writes it, so that a converted model's angles are the source's to the bit.
+        return 1.0 / (config.rope_parameters["rope_theta"] ** (pairs / config.head_dim)), 1.0
 
     @torch.no_grad()
     @dynamic_rope_update

@@ -200,7 +200,8 @@ def test_trainer(case, tmp_path):
         max_steps=30,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
-        logging_steps=1,
+        # The cache is among the outputs, and must not be gathered with the predictions.
+        use_cache=True,
     )
 
     def accuracy(prediction):
