@@ -81,6 +81,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to work; default: the system's temporary folder")
     arguments = parser.parse_args()
+    # A forked process, in which memory is measured, waits forever for the threads that its parent had.
+    torch.set_num_threads(1)
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
         source, out = Path(work) / "source", Path(work) / "out"
