@@ -265,7 +265,7 @@ def _chunk(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: T
 
     start_query, start_key, end_key = (_flush_(x) for x in (query * start_decay, key * start_decay, key * end_decay))
     query_scores = _flush_(torch.bmm(query, key.mT).mul_(decay))
-    key_scores = torch.bmm(key, key.mT).mul_(decay)
+    key_scores = torch.bmm(key, key.mT).mul_(decay).tril_(-1)
     system = _flush_(key_scores * beta)
 
     error = torch.baddbmm(value, start_key, state, alpha=-1)
@@ -349,7 +349,7 @@ def _chunk_backward(c: _Chunk, state: Tensor, grad_output: Tensor, grad_next_sta
     grad_value = _flush_(grad_right_side * c.beta)
     grad_query_scores = torch.bmm(grad_output, c.correction.mT)
     grad_system = torch.bmm(grad_right_side, c.correction.mT).neg_().tril_(-1)
-    grad_beta = (grad_right_side * c.error).sum(-1) + (grad_system * c.key_scores).sum(-1)
+    grad_beta = (grad_right_side * torch.baddbmm(c.error, c.key_scores, c.correction, alpha=-1)).sum(-1)
 
     grad_start_query = torch.bmm(grad_output, state.mT)
     grad_start_key = torch.bmm(grad_value, state.mT).neg_()

@@ -216,22 +216,22 @@ def test_checkpoint_holds_exactly_the_models_tensors(tmp_path, family):
 
 
 def reference_linear_head(query, key, value, decay_time):
-    """Gated delta rule, token by token in float64, with unit q and k, beta 1/2 and a constant decay. `[T, D]` each."""
-    query, key = (vector.double() / vector.double().norm(dim=-1, keepdim=True) for vector in (query, key))
-    state, outputs = torch.zeros(WIDTH, WIDTH, dtype=torch.float64), []
-    for q, k, v in zip(query, key, value.double(), strict=True):
+    """Gated delta rule, token by token, with unit q and k, beta 1/2 and a constant decay. `[B, T, D]` each."""
+    query, key = (vectors / vectors.norm(dim=-1, keepdim=True) for vectors in (query, key))
+    state, outputs = torch.zeros(len(query), WIDTH, WIDTH, dtype=torch.float64), []
+    for q, k, v in zip(query.unbind(1), key.unbind(1), value.unbind(1), strict=True):
         state = state * math.exp(-1 / decay_time)
-        state = state + 0.5 * torch.outer(k, v - state.T @ k)
-        outputs.append(state.T @ q / math.sqrt(WIDTH))
+        state = state + 0.5 * k[:, :, None] * (v - torch.einsum("bij,bi->bj", state, k))[:, None, :]
+        outputs.append(torch.einsum("bij,bi->bj", state, q) / math.sqrt(WIDTH))
     # The upcycling preset returns the value itself at the first token, as softmax attention does.
-    return torch.stack([value[0].double(), *outputs[1:]])
+    return torch.stack([value[:, 0], *outputs[1:]], dim=1)
 
 
 def reference_full_head(query, key, value, decay_time=None):
-    """Causal softmax attention without positions, in float64. `[T, D]` each."""
-    scores = query.double() @ key.double().T / math.sqrt(WIDTH)
+    """Causal softmax attention without positions. `[B, T, D]` each."""
+    scores = query @ key.transpose(1, 2) / math.sqrt(WIDTH)
     future = torch.ones_like(scores).triu(1).bool()
-    return scores.masked_fill(future, -math.inf).softmax(dim=-1) @ value.double()
+    return scores.masked_fill(future, -math.inf).softmax(dim=-1) @ value
 
 
 @pytest.mark.parametrize("family", ["llama_biases", "qwen2", "qwen3", "qwen3_biases"])
@@ -263,9 +263,9 @@ def test_heads_start_from_their_own_vectors(tmp_path, family):
             group = head // (HEADS // KV_HEADS)
             reference = reference_full_head if head in full else reference_linear_head
             decay_time = min(max(math.exp(distances[layer, head]), 2), 8)
-            for row in range(len(hidden)):
-                expected = reference(query[row, :, head], key[row, :, group], value[row, :, group], decay_time)
-                assert (outputs[row, :, head] - expected).abs().max() < 2e-5, (layer, head)
+            vectors = (query[:, :, head], key[:, :, group], value[:, :, group])
+            expected = reference(*(part.double() for part in vectors), decay_time)
+            assert (outputs[:, :, head] - expected).abs().max() < 2e-5, (layer, head)
 
 
 def head_map(log_distances: torch.Tensor | None, granularity: str = "query_head") -> HeadMap:
