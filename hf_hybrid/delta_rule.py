@@ -23,17 +23,21 @@ A CPU computes with denormal numbers about a hundred times slower, and decays ma
 """
 
 import math
+import re
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 try:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_kernel
 except (ImportError, RuntimeError):  # a GPU stack that is absent or broken leaves the torch forms
     fla_kernel = None
+
+
+# Chunks are computed in blocks of so many tokens: enough work for several threads, little enough for the cache.
+_BLOCK_LENGTH = 256
 
 
 def gated_delta_rule(
@@ -95,16 +99,20 @@ def chunk_gated_delta_rule(
     *,
     initial_state: Tensor | None = None,
     segment_ids: Tensor | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over chunks of `chunk_size` tokens. Arguments: see the module.
 
-    Saves for the backward pass its arguments and one state per chunk, and recomputes the rest. Gradients can be taken
-    once, not twice.
+    Longer chunks round more in float32 where keys are correlated, and are no faster. The backward pass keeps the
+    arguments and one state per 256 tokens, and recomputes the rest; it cannot be differentiated again.
     """
+    length = key.shape[1]
+    inputs = (query, key, value, _reset_decay(log_decay, segment_ids), beta)
+    if length % chunk_size:
+        inputs = (F.pad(x, (0, 0) * (x.dim() - 2) + (0, -length % chunk_size)) for x in inputs)
     state = _state(initial_state, key, value, _state_dtype(query))
-    log_decay = _reset_decay(log_decay, segment_ids)
-    return _ChunkGatedDeltaRule.apply(query, key, value, log_decay, beta, state, chunk_size)
+    output, state, _ = _chunked_forward(*inputs, state, chunk_size)
+    return output[:, :length], state
 
 
 def fla_gated_delta_rule(
@@ -202,61 +210,69 @@ def _flush(x: Tensor) -> Tensor:
 
 
 def _flush_(x: Tensor) -> Tensor:
-    """Zero what is tiny, in place where that can be, and outside autograd: use what it returns."""
-    if torch.compiler.is_compiling():
-        return F.hardshrink(x, _tiny(x.dtype))  # torch.compile can't trace a column-major `out`
+    """Zero what is tiny, in place and outside autograd."""
     return torch.hardshrink(x, _tiny(x.dtype), out=x)
 
 
-class _Chunk(NamedTuple):
-    """What the forward and the backward pass of a chunk share; N = B*H, C tokens.
+class _Block(NamedTuple):
+    """What is known of a block of G chunks before its states are; N = G*B*H, C tokens to a chunk.
 
-    With cumulative decay a_i = exp(g_1 + .. + g_i) and pairwise decay G_ij = exp(g_{j+1} + .. + g_i), j <= i:
-    the corrections u_i that are written into the state S solve (I + A) U = beta (V - a K S), A_ij = beta_i G_ij k_i k_j
-    for j < i; the outputs are a Q S + P U, P_ij = G_ij q_i k_j; the next state is a_C S + K^T (G_C U).
+    With a_i = exp(g_1 + .. + g_i) from a chunk's start to token i and G_ij = exp(g_{j+1} + .. + g_i), j <= i, the
+    corrections U that a chunk writes into the state S before it solve (I + A) U = beta (V - a K S), where
+    A_ij = beta_i G_ij k_i k_j for j < i. Its outputs are a Q S + P U with P_ij = G_ij q_i k_j, and the state after
+    it is a_C S + K^T (G_C U).
     """
 
     query: Tensor  # [N, C, Dk]
     key: Tensor  # [N, C, Dk]
+    value: Tensor  # [N, C, Dv]
     beta: Tensor  # [N, C, 1]
     decay: Tensor  # [N, C, C], G
     start_decay: Tensor  # [N, C, 1], a: from the state before the chunk to each token
-    end_decay: Tensor  # [N, C, 1], G_C: from each token to the last one
+    end_decay: Tensor  # [N, C, 1], G_C: from each token to the chunk's last one
     start_query: Tensor  # [N, C, Dk], a Q
     start_key: Tensor  # [N, C, Dk], a K
     end_key: Tensor  # [N, C, Dk], G_C K
     query_scores: Tensor  # [N, C, C], P
     key_scores: Tensor  # [N, C, C], A without beta
     system: Tensor  # [N, C, C], A
-    error: Tensor  # [N, C, Dv], V - a K S
-    correction: Tensor  # [N, C, Dv], U
+    state_correction: Tensor  # [N, C, Dk], (I + A)^-1 beta a K
+    value_correction: Tensor  # [N, C, Dv], (I + A)^-1 beta V
 
 
-def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, C, H, ...] -> [B*H, C, ...]"""
-    return F.hardshrink(x.transpose(1, 2).to(dtype), _tiny(dtype)).flatten(0, 1)
+def _block_length(chunk_size: int) -> int:
+    return max(_BLOCK_LENGTH // chunk_size, 1) * chunk_size
 
 
-def _heads_last(x: Tensor, batch: int) -> Tensor:
-    """[B*H, C, ...] -> [B, C, H, ...]"""
-    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+def _to_chunks(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[B, G*C, H, ...] -> [G*B*H, C, ...], with zero for what is tiny"""
+    x = x.unflatten(1, (-1, size)).movedim(1, 0).transpose(2, 3)
+    return F.hardshrink(x.to(dtype).contiguous(), _tiny(dtype)).flatten(0, 2)
 
 
-def _lowest_log_decay(dtype: torch.dtype) -> float:
-    """Decays below its exponential are zero; exp itself would be slow where its result is denormal."""
-    return math.log(_tiny(dtype)) - 1
+def _from_chunks(x: Tensor, rows: Tensor) -> None:
+    """[G*B*H, C, ...] into the tokens `rows`, [B, G*C, H, ...]"""
+    rows = rows.unflatten(1, (-1, x.shape[1])).movedim(1, 0).transpose(2, 3)
+    rows.copy_(x.view(rows.shape))
 
 
-def _rates(log_decay: Tensor, beta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """log_decay and beta as [B*H, T]."""
-    return _heads_first(log_decay, dtype).clamp_(min=_lowest_log_decay(dtype)), _heads_first(beta, dtype)
+def _solve(system: Tensor, right_side: Tensor, transpose: bool = False) -> Tensor:
+    """X in (I + A) X = B, or (I + A)^T X = B, for A below the diagonal. Overwrites B."""
+    # X may fade through the denormal range from row to row. A constant keeps it above, so small that it is flushed from
+    # the result: the inverse of I + A has no entry above 2 for keys of unit length and beta <= 2.
+    right_side = _flush_(right_side).add_(_tiny(right_side.dtype) / (2 * right_side.shape[1]))
+    system = system.mT if transpose else system
+    return _flush_(torch.linalg.solve_triangular(system, right_side, upper=transpose, unitriangular=True))
 
 
-def _chunk(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> _Chunk:
-    query, key, value = (_heads_first(x, state.dtype) for x in (query, key, value))
+def _block(query, key, value, log_decay, beta, size: int, dtype: torch.dtype) -> _Block:
+    query, key, value, log_decay, beta = (_to_chunks(x, size, dtype) for x in (query, key, value, log_decay, beta))
     beta = beta.unsqueeze(-1)
-    lowest = _lowest_log_decay(state.dtype)
-    lower = log_decay.new_ones(log_decay.shape[-1], log_decay.shape[-1]).tril_()
+
+    # exp is slow where its result is denormal; what lies below the bound is flushed to zero anyway.
+    lowest = math.log(_tiny(dtype)) - 1
+    log_decay = log_decay.clamp_(min=lowest)
+    lower = log_decay.new_ones(size, size).tril_()
     # Sums over the tokens after j up to i: differences of cumulative sums would lose mild decays behind a strong one.
     decay = torch.matmul(log_decay.unsqueeze(-2) * lower, lower.tril(-1))
     decay = _flush_(decay.clamp_(min=lowest).exp_().tril_())
@@ -267,109 +283,160 @@ def _chunk(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: T
     query_scores = _flush_(torch.bmm(query, key.mT).mul_(decay))
     key_scores = torch.bmm(key, key.mT).mul_(decay).tril_(-1)
     system = _flush_(key_scores * beta)
-
-    error = torch.baddbmm(value, start_key, state, alpha=-1)
-    correction = _solve(system, error * beta)
-    return _Chunk(
-        *(query, key, beta, decay, start_decay, end_decay, start_query, start_key, end_key),
-        *(query_scores, key_scores, system, error, correction),
+    corrections = _solve(system, torch.cat([start_key, value], dim=-1).mul_(beta))
+    return _Block(
+        *(query, key, value, beta, decay, start_decay, end_decay, start_query, start_key, end_key),
+        *(query_scores, key_scores, system, *corrections.split([key.shape[-1], value.shape[-1]], dim=-1)),
     )
 
 
-def _solve(system: Tensor, right_side: Tensor, transpose: bool = False) -> Tensor:
-    """X in (I + A) X = B, or (I + A)^T X = B, for A below the diagonal."""
-    # X may fade through the denormal range from row to row. A constant keeps it above, so small that it is flushed from
-    # the result: the inverse of I + A has no entry above 2 for keys of unit length and beta <= 2.
-    right_side = _flush_(right_side).add_(_tiny(right_side.dtype) / (2 * right_side.shape[1]))
-    system = system.mT if transpose else system
-    return _flush_(torch.linalg.solve_triangular(system, right_side, upper=transpose, unitriangular=True))
+def _scan(b: _Block, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From chunk to chunk: the states before each [N, Dk, Dv], the corrections U [N, C, Dv], and the last state."""
+    states, corrections = [], []
+    chunks = (b.state_correction, b.value_correction, b.end_key.mT, b.start_decay[:, -1:])
+    for state_correction, value_correction, end_key, decay in zip(*(x.split(len(state)) for x in chunks), strict=True):
+        states.append(state)
+        corrections.append(_flush_(torch.baddbmm(value_correction, state_correction, state, alpha=-1)))
+        state = _flush_(torch.baddbmm(state * decay, end_key, corrections[-1]))
+    return torch.cat(states), torch.cat(corrections), state
 
 
-class _ChunkGatedDeltaRule(torch.autograd.Function):
-    """Chunk after chunk, so that the intermediate results stay in the cache. The gradient is written by hand: autograd
-    would keep every intermediate result, and could neither pass through `_flush_` nor keep itself off denormals."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, log_decay, beta, initial_state, chunk_size):
-        batch, length = key.shape[:2]
-        scale = key.shape[-1] ** -0.5
-        state = F.hardshrink(initial_state, _tiny(initial_state.dtype)).flatten(0, 1)
-        rates = _rates(log_decay, beta, state.dtype)
-        states = []
-        output = torch.empty_like(value)
-        with torch.autocast(key.device.type, enabled=False):
-            for start in range(0, length, chunk_size):
-                states.append(state)
-                chunk = slice(start, start + chunk_size)
-                c = _chunk(*(x[:, chunk] for x in (query, key, value, *rates)), state)
-                reads = torch.bmm(c.start_query, state)
-                reads = torch.baddbmm(reads, c.query_scores, c.correction, beta=scale, alpha=scale)
-                output[:, chunk] = _heads_last(reads, batch)
-                state = _flush_(torch.baddbmm(state * c.start_decay[:, -1:], c.end_key.mT, c.correction))
-        ctx.save_for_backward(query, key, value, log_decay, beta, *states)
-        ctx.chunk_size = chunk_size
-        return output, state.view_as(initial_state)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output, grad_state):
-        query, key, value, log_decay, beta, *states = ctx.saved_tensors
-        batch, size = key.shape[0], ctx.chunk_size
-        scale = key.shape[-1] ** -0.5
-        dtype = states[0].dtype
-        # Gradients may be of any magnitude: in units of the largest one, what is tiny does not count here either.
-        grad_output, grad_state = (
-            F.hardshrink(x.to(dtype), torch.finfo(dtype).tiny / _tiny(dtype)) for x in (grad_output, grad_state)
-        )
-        unit = torch.maximum(grad_output.abs().amax(), grad_state.abs().amax())
-        unit = torch.where(unit > 0, unit, 1.0)
-        grad_state = F.hardshrink(grad_state / unit, _tiny(dtype)).flatten(0, 1)
-        grad_output = grad_output * (scale / unit)
-        inputs = (query, key, value, log_decay, beta)
-        rates = _rates(log_decay, beta, dtype)
-        grads = [torch.empty_like(x) for x in inputs]
-        with torch.autocast(key.device.type, enabled=False):
-            for index in reversed(range(len(states))):
-                chunk = slice(index * size, (index + 1) * size)
-                c = _chunk(*(x[:, chunk] for x in (query, key, value, *rates)), states[index])
-                chunk_grad_output = _heads_first(grad_output[:, chunk], dtype)
-                *chunk_grads, grad_state = _chunk_backward(c, states[index], chunk_grad_output, grad_state)
-                for grad, chunk_grad in zip(grads, chunk_grads, strict=True):
-                    grad[:, chunk] = _heads_last(chunk_grad.mul_(unit), batch)
-        return *grads, (grad_state * unit).unflatten(0, (batch, -1)), None
+def _scan_backward(b: _Block, grad_output: Tensor, grad_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the states after each chunk, of the corrections, and of the state before the block."""
+    grad_next_states, grad_corrections = [], []
+    chunks = (
+        torch.bmm(b.query_scores.mT, grad_output),
+        torch.bmm(b.start_query.mT, grad_output),
+        b.end_key,
+        b.state_correction.mT,
+        b.start_decay[:, -1:],
+    )
+    chunks = zip(*(x.split(len(grad_state)) for x in chunks), strict=True)
+    for from_outputs, from_reads, end_key, state_correction, decay in reversed(list(chunks)):
+        grad_next_states.append(grad_state)
+        grad_corrections.append(_flush_(torch.baddbmm(from_outputs, end_key, grad_state)))
+        grad_state = torch.addcmul(from_reads, grad_state, decay)
+        grad_state = _flush_(torch.baddbmm(grad_state, state_correction, grad_corrections[-1], alpha=-1))
+    return torch.cat(grad_next_states[::-1]), torch.cat(grad_corrections[::-1]), grad_state
 
 
-def _chunk_backward(c: _Chunk, state: Tensor, grad_output: Tensor, grad_next_state: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of a chunk's query, key, value, log_decay, beta and of the state before it."""
-    last_decay = c.start_decay[:, -1:]
+def _block_backward(b: _Block, state: Tensor, grad_output: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of a block's query, key, value, log_decay, beta and of the state before it."""
+    states, correction, _ = _scan(b, state)
+    grad_next_states, grad_correction, grad_state = _scan_backward(b, grad_output, grad_state)
 
-    # U feeds the outputs and the next state; R = beta E is the right-hand side that it was solved from.
-    grad_correction = torch.baddbmm(torch.bmm(c.query_scores.mT, grad_output), c.end_key, grad_next_state)
-    grad_right_side = _solve(c.system, grad_correction, transpose=True)
-    grad_value = _flush_(grad_right_side * c.beta)
-    grad_query_scores = torch.bmm(grad_output, c.correction.mT)
-    grad_system = torch.bmm(grad_right_side, c.correction.mT).neg_().tril_(-1)
-    grad_beta = (grad_right_side * torch.baddbmm(c.error, c.key_scores, c.correction, alpha=-1)).sum(-1)
+    grad_right_side = _solve(b.system, grad_correction, transpose=True)
+    grad_value = _flush_(grad_right_side * b.beta)
+    error = torch.baddbmm(b.value, b.start_key, states, alpha=-1)
+    error = error.baddbmm_(b.key_scores, correction, alpha=-1)
+    grad_beta = (grad_right_side * error).sum(-1)
+    grad_query_scores = torch.bmm(grad_output, correction.mT)
+    grad_system = torch.bmm(grad_right_side, correction.mT).neg_().tril_(-1)
 
-    grad_start_query = torch.bmm(grad_output, state.mT)
-    grad_start_key = torch.bmm(grad_value, state.mT).neg_()
-    grad_end_key = torch.bmm(c.correction, grad_next_state.mT)
-    grad_state = torch.baddbmm(grad_next_state * last_decay, c.start_query.mT, grad_output)
-    grad_state = _flush_(torch.baddbmm(grad_state, c.start_key.mT, grad_value, alpha=-1))
+    grad_start_query = torch.bmm(grad_output, states.mT)
+    grad_start_key = torch.bmm(grad_value, states.mT).neg_()
+    grad_end_key = torch.bmm(correction, grad_next_states.mT)
 
     # Every decay is exp of a difference of cumulative log decays: its gradient adds to the upper end of the sum and
     # subtracts from the lower.
-    grad_pairs = grad_query_scores * c.query_scores + grad_system * c.system
-    grad_end = (grad_end_key * c.end_key).sum(-1)
-    grad_cumulative = (grad_start_query * c.start_query).sum(-1) + (grad_start_key * c.start_key).sum(-1)
+    grad_pairs = (grad_query_scores * b.query_scores).add_(grad_system * b.system)
+    grad_end = (grad_end_key * b.end_key).sum(-1)
+    grad_cumulative = (grad_start_query * b.start_query).sum(-1) + (grad_start_key * b.start_key).sum(-1)
     grad_cumulative += grad_pairs.sum(-1) - grad_pairs.sum(-2) - grad_end
-    grad_cumulative[:, -1] += grad_end.sum(-1) + (grad_next_state * state * last_decay).sum((-1, -2))
+    grad_cumulative[:, -1] += grad_end.sum(-1) + (grad_next_states * states * b.start_decay[:, -1:]).sum((-1, -2))
     grad_log_decay = grad_cumulative.flip(-1).cumsum(-1).flip(-1)
 
-    grad_query_key = _flush_(grad_query_scores.mul_(c.decay))
-    grad_key_key = _flush_(grad_system.mul_(c.decay).mul_(c.beta))
-    grad_query = torch.baddbmm(grad_start_query * c.start_decay, grad_query_key, c.key)
-    grad_key = grad_start_key * c.start_decay + grad_end_key * c.end_decay
-    grad_key = torch.baddbmm(grad_key, grad_query_key.mT, c.query)
-    grad_key = torch.baddbmm(grad_key, grad_key_key + grad_key_key.mT, c.key)
+    grad_query_key = _flush_(grad_query_scores.mul_(b.decay))
+    grad_key_key = _flush_(_flush_(grad_system.mul_(b.decay)).mul_(b.beta))
+    grad_query = grad_start_query.mul_(b.start_decay).baddbmm_(grad_query_key, b.key)
+    grad_key = grad_start_key.mul_(b.start_decay).add_(grad_end_key.mul_(b.end_decay))
+    grad_key = grad_key.baddbmm_(grad_query_key.mT, b.query).baddbmm_(grad_key_key + grad_key_key.mT, b.key)
     return grad_query, grad_key, grad_value, grad_log_decay, grad_beta, grad_state
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the final state and the states before each block, [blocks, B*H, Dk, Dv]. T is whole chunks."""
+    length, step, scale = key.shape[1], _block_length(chunk_size), key.shape[-1] ** -0.5
+    state = F.hardshrink(initial_state, _tiny(initial_state.dtype)).flatten(0, 1)
+    output, block_states = value.new_empty(value.shape), []
+    with torch.autocast(key.device.type, enabled=False):
+        for start in range(0, length, step):
+            block_states.append(state)
+            tokens = slice(start, start + step)
+            b = _block(*(x[:, tokens] for x in (query, key, value, log_decay, beta)), chunk_size, state.dtype)
+            states, corrections, state = _scan(b, state)
+            reads = torch.bmm(b.start_query, states)
+            reads = torch.baddbmm(reads, b.query_scores, corrections, beta=scale, alpha=scale)
+            _from_chunks(reads, output[:, tokens])
+    return output, state.view(initial_state.shape), torch.stack(block_states)
+
+
+def _backward(
+    grad_output: Tensor,
+    grad_state: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    block_states: Tensor,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, log_decay, beta and the initial state."""
+    inputs = (query, key, value, log_decay, beta)
+    step, scale, state_shape = _block_length(chunk_size), key.shape[-1] ** -0.5, grad_state.shape
+    dtype, tiny = grad_state.dtype, _tiny(grad_state.dtype)
+    # Gradients may be of any magnitude: in units of the largest one, what is tiny does not count here either.
+    grad_output, grad_state = (
+        F.hardshrink(x.to(dtype), torch.finfo(dtype).tiny / tiny) for x in (grad_output, grad_state)
+    )
+    unit = torch.maximum(grad_output.abs().amax(), grad_state.abs().amax())
+    unit = torch.where(unit > 0, unit, 1.0)
+    grad_output = grad_output * (scale / unit)
+    grad_state = F.hardshrink(grad_state / unit, tiny).flatten(0, 1)
+    grads = tuple(x.new_empty(x.shape) for x in inputs)
+    with torch.autocast(key.device.type, enabled=False):
+        for index in reversed(range(len(block_states))):
+            tokens = slice(index * step, (index + 1) * step)
+            b = _block(*(x[:, tokens] for x in inputs), chunk_size, dtype)
+            block_grad_output = _to_chunks(grad_output[:, tokens], chunk_size, dtype)
+            *block_grads, grad_state = _block_backward(b, block_states[index], block_grad_output, grad_state)
+            for grad, block_grad in zip(grads, block_grads, strict=True):
+                _from_chunks(block_grad.mul_(unit), grad[:, tokens])
+    return *grads, (grad_state * unit).view(state_shape)
+
+
+def _fake_forward(query, key, value, log_decay, beta, initial_state, chunk_size):
+    blocks = -(-key.shape[1] // _block_length(chunk_size))
+    batch, heads, *dims = initial_state.shape
+    return (
+        value.new_empty(value.shape),
+        initial_state.new_empty(initial_state.shape),
+        initial_state.new_empty(blocks, batch * heads, *dims),
+    )
+
+
+def _fake_backward(grad_output, grad_state, query, key, value, log_decay, beta, block_states, chunk_size):
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, log_decay, beta, grad_state))
+
+
+def _keep_for_backward(ctx, inputs, output):
+    *tensors, _, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors, output[-1])
+
+
+def _differentiate(ctx, grad_output, grad_state, _):
+    return *_chunked_backward(grad_output, grad_state, *ctx.saved_tensors, ctx.chunk_size), None
+
+
+# The loops over blocks are operators, so that a compiler does not unroll them. The gradient is written by hand:
+# autograd would keep every intermediate result, and could neither pass through `_flush_` nor keep itself off denormals.
+# Every copy of this file, such as one from the Hub, registers operators of its own.
+_NAMESPACE = re.sub(r"\W", "_", __name__)
+_chunked_forward = torch.library.custom_op(f"{_NAMESPACE}::chunked_forward", _forward, mutates_args=())
+_chunked_backward = torch.library.custom_op(f"{_NAMESPACE}::chunked_backward", _backward, mutates_args=())
+_chunked_forward.register_fake(_fake_forward)
+_chunked_backward.register_fake(_fake_backward)
+_chunked_forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
