@@ -104,7 +104,15 @@ def _shown(value: Any) -> str:
 
 
 def peak_memory(run: Callable[[], Any]) -> int:
-    """Bytes by which `run` raises the peak resident memory of a forked process over what it starts with."""
+    """Bytes by which `run` raises the peak resident memory of a forked process over what it starts with.
+
+    Raises `RuntimeError` while torch may use several threads: their pool does not survive a fork, the child would wait
+    for it forever.
+    """
+    import torch
+
+    if (threads := torch.get_num_threads()) > 1:
+        raise RuntimeError(f"torch uses {threads} threads: call torch.set_num_threads(1) before peak_memory")
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure_peak, args=(run, sender))

@@ -8,14 +8,15 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from hf_hybrid.conversion.atomic_file import atomic_file, write_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -146,20 +147,6 @@ def fingerprint(path: Path, blocks: int = 16, block_bytes: int = 4096) -> str:
             file.seek(max(size - block_bytes, 0) * block // (blocks - 1))
             digest.update(file.read(block_bytes))
     return digest.hexdigest()
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that appears under its name only when it is complete."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        yield file
-    os.replace(temporary, path)
-
-
-def write_json(path: Path, content: object) -> None:
-    with atomic_file(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 class Shard(NamedTuple):

@@ -27,14 +27,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import convert_file_size_to_int
 from yaml import YAMLError
 
-from hf_hybrid import (
-    HwHConfig,
-    HwHForCausalLM,
-    HwHForSequenceClassification,
-    HwHForTokenClassification,
-    HwHModel,
-)
+from hf_hybrid import HwHConfig, HwHForCausalLM
 from hf_hybrid.conversion.allocate import Allocation
+from hf_hybrid.conversion.atomic_file import write_json
 from hf_hybrid.conversion.checkpoint_stream import (
     FLOAT_DTYPES,
     INDEX,
@@ -47,7 +42,6 @@ from hf_hybrid.conversion.checkpoint_stream import (
     plan_shards,
     shard_is_written,
     write_index,
-    write_json,
     write_shard,
 )
 from hf_hybrid.conversion.head_map import HeadMap
@@ -633,9 +627,8 @@ def _start_or_resume(folder: Path, record: dict[str, Any], shards: list[Shard]) 
 
 def _write_companions(folder: Path, source: Source, config: HwHConfig) -> None:
     """Configuration, model code, tokenizer, chat template, generation config, licence."""
-    for model_class in (HwHModel, HwHForCausalLM, HwHForSequenceClassification, HwHForTokenClassification):
-        # Only the class is looked at: it says which files are copied and what auto_map names.
-        custom_object_save(model_class.__new__(model_class), folder, config=config)
+    # Only the class is looked at: it says which code files are copied. The configuration names every class.
+    custom_object_save(HwHForCausalLM.__new__(HwHForCausalLM), folder)
     config.save_pretrained(folder)
     for pattern in COMPANIONS:
         for path in source.folder.glob(pattern):

@@ -8,16 +8,16 @@ after, since the best projection of the trained heads has a closed form.
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from hf_hybrid import HwHForCausalLM
+from hf_hybrid.conversion.atomic_file import write_atomically, write_json
 from hf_hybrid.conversion.calibrate import calibrate_layer
 from hf_hybrid.conversion.healing import HealingError
 from hf_hybrid.conversion.layerwise import LayerRunner, Rows, walk_layers
@@ -135,8 +135,7 @@ def align(
             if saved is not None:
                 state = {name: tensor.contiguous() for name, tensor in mixer.state_dict().items()}
                 state["errors"] = torch.tensor([before, after], dtype=torch.float64)
-                save_file(state, f"{saved}.tmp")
-                os.replace(f"{saved}.tmp", saved)
+                write_atomically(saved, save(state))
         if progress is not None:
             progress(layer, *errors[-1])
     return errors
@@ -162,6 +161,4 @@ def _open_checkpoint(
                 "remove it"
             )
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{SETTINGS}.tmp").write_text(json.dumps(run))
-    os.replace(folder / f"{SETTINGS}.tmp", path)
+    write_json(path, run)

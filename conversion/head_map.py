@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +22,8 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+
+from hf_hybrid.conversion.atomic_file import write_atomically
 
 FORMAT = "hf_hybrid.head_map"
 VERSION = 1
@@ -56,18 +57,6 @@ METADATA_TYPES = {
 
 class HeadMapError(ValueError):
     """A head map, or a file that should hold one, is unusable; the message says what, its value and what is right."""
-
-
-def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write `data` beside `path` and rename it into place, so that a reader never sees half a file."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,8 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from hf_hybrid.conversion.allocate import Allocation, AllocationError
-from hf_hybrid.conversion.head_map import HeadMap, write_atomically
+from hf_hybrid.conversion.atomic_file import write_atomically
+from hf_hybrid.conversion.head_map import HeadMap
 from hf_hybrid.conversion.head_scores import gpband
 
 # Three of Okabe and Ito's colours: told apart by colour-blind readers, and by lightness in grey print.

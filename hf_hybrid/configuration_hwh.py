@@ -376,4 +376,7 @@ class HwHConfig(PreTrainedConfig):
         return type(self).from_dict(fields)
 
 
+# Makes `save_pretrained` and `push_to_hub` copy the code.
+HwHConfig.register_for_auto_class()
+
 __all__ = ["HwHConfig"]

@@ -135,6 +135,12 @@ class HwHForTokenClassification(HwHPreTrainedModel, DecoderForTokenClassificatio
     decoder_class = HwHModel
 
 
+# Makes `save_pretrained` and `push_to_hub` copy the code and name the classes in `auto_map`.
+HwHModel.register_for_auto_class("AutoModel")
+HwHForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+HwHForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+HwHForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+
 __all__ = [
     "HwHForCausalLM",
     "HwHForSequenceClassification",

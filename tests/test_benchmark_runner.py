@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 SPEC = importlib.util.spec_from_file_location(
     "benchmark_runner", Path(__file__).parents[1] / "benchmarks" / "runner.py"
@@ -52,3 +53,15 @@ def test_peak_memory_counts_what_the_run_touches():
         pytest.skip("peak memory is read from Linux's /proc")
     size = 64 * 2**20
     assert 0.95 * size < runner.peak_memory(lambda: len(b"x" * size)) < 1.5 * size
+
+
+def test_peak_memory_sees_what_was_freed(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    raised = runner.peak_memory(lambda: len(bytearray(b"1") * 50_000_000))
+    assert 45e6 < raised < 80e6
+
+
+def test_peak_memory_refuses_to_fork_a_pool_of_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with pytest.raises(RuntimeError, match=r"3 threads.*set_num_threads\(1\)"):
+        runner.peak_memory(int)

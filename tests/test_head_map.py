@@ -7,7 +7,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from hf_hybrid.conversion import head_map as head_map_module
 from hf_hybrid.conversion.head_map import HeadMap, HeadMapError, load_head_map
 
 LAYERS, HEADS, GROUPS, PAIRS = 3, 6, 2, 5
@@ -78,7 +77,7 @@ def test_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(head_map_module.os, "replace", fail)
+    monkeypatch.setattr("hf_hybrid.conversion.atomic_file.os.replace", fail)
     with pytest.raises(OSError, match="no space left"):
         make_map(model="another").save(path)
     assert HeadMap.load(path).metadata["model"] == "a/model"
