@@ -19,7 +19,7 @@ demo: $(VENV)/.demo  ## analyze, allocate, convert and heal SmolLM2-135M, then c
 	$(BIN)/hf-hybrid demo
 
 test: lint  ## ruff and pytest
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(VENV)/.test  ## ruff check and ruff format --check
 	$(BIN)/ruff check .

@@ -86,7 +86,7 @@ def main():
         report("Upcycling SmolLM2-135M", results, json_path=RESULTS, seed=arguments.seed)
 
     def measured(model: HwHForCausalLM) -> dict:
-        recall = measure.repeated_span(model, (256,))[0]
+        recall = measure.repeated_span(model, windows.flatten(), (256,))[0]
         return {
             "nll": measure.heldout_nll(model, windows),
             "sink_kept": measure.sink_share(exact, model, starts),

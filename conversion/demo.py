@@ -172,7 +172,7 @@ def measure_row(
     return Row(
         name,
         measure.heldout_nll(model, windows),
-        measure.repeated_span(model, DISTANCES),
+        measure.repeated_span(model, windows.flatten(), DISTANCES),
         measure.sink_share(source, model, starts),
         cache_bytes_per_token(
             config.full_attention_heads, config.num_attention_heads, config.num_key_value_heads, config.head_dim, 4

@@ -29,21 +29,29 @@ class Recall:
 
 @torch.no_grad()
 def repeated_span(
-    model: PreTrainedModel, distances: Sequence[int], *, span: int = 64, samples: int = 4, seed: int = 0
+    model: PreTrainedModel,
+    tokens: Tensor,
+    distances: Sequence[int],
+    *,
+    span: int = 64,
+    samples: int = 6,
+    seed: int = 0,
 ) -> list[Recall]:
     """Induction: a span of random tokens, other random tokens, and the span again `distance` tokens after its start.
 
     Args:
         model: any causal language model.
+        tokens: `[N]` of a text, from which the random ones are drawn. Drawn from the whole vocabulary, many would be
+            ones that the model hardly met in training, and the measure would be of those.
         distances: tokens from the first copy's start to the second's, at least `span`.
         span: tokens of the span; its first token can't be predicted and is left out.
         samples: rows per distance.
-        seed: of the tokens, the same for every model with the same vocabulary.
+        seed: of the draw.
     """
     results = []
     for distance in distances:
         generator = torch.Generator().manual_seed(seed + distance)
-        rows = torch.randint(model.config.vocab_size, (samples, distance + span), generator=generator)
+        rows = tokens[torch.randint(len(tokens), (samples, distance + span), generator=generator)]
         rows[:, distance:] = rows[:, :span]
         loss, hits = 0.0, 0.0
         for row in rows:

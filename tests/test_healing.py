@@ -231,7 +231,7 @@ def test_measures_on_models_whose_answer_is_known(source):
     with torch.no_grad():
         uniform.model.norm.weight.zero_()
     assert measure.heldout_nll(uniform, random_rows()) == pytest.approx(torch.tensor(91.0).log().item(), abs=1e-5)
-    recall = measure.repeated_span(uniform, (64,), samples=2)[0]
+    recall = measure.repeated_span(uniform, torch.arange(91), (64,), samples=2)[0]
     assert recall.loss == pytest.approx(torch.tensor(91.0).log().item(), abs=1e-5)
     assert measure.sink_share(exact, exact, torch.arange(9)) == 1.0
     shrunk = load_exact(source)
