@@ -49,7 +49,9 @@ def main():
         "forward": partial(forward, model.base_model, input_ids),
         "forward with logits": partial(forward, model, input_ids),
         "analysis, KL": partial(score_windows, model, input_ids, queries_per_window=QUERIES, divergence="kl"),
-        "analysis, Jensen-Shannon": partial(score_windows, model, input_ids, queries_per_window=QUERIES),
+        "analysis, Jensen-Shannon": partial(
+            score_windows, model, input_ids, queries_per_window=QUERIES, divergence="js"
+        ),
     }
     peaks = {name: peak_memory(run) / 2**30 for name, run in contenders.items()}
     torch.set_num_threads(threads)

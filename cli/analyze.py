@@ -18,7 +18,7 @@ def analyze(
     windows: Annotated[int, typer.Option(min=1, help="Windows of the text that are analysed.")] = 8,
     window_length: Annotated[int, typer.Option(min=16, help="Tokens of a window.")] = 2048,
     queries: Annotated[int, typer.Option(min=1, help="Queries sampled from each window.")] = 64,
-    divergence: Annotated[Divergence, typer.Option(help="Jensen-Shannon, Kullback-Leibler, total variation.")] = "js",
+    divergence: Annotated[Divergence, typer.Option(help="Jensen-Shannon, Kullback-Leibler, total variation.")] = "kl",
     ablation: Annotated[Ablation, typer.Option(help="What RFIS does to a rotary pair.")] = "drop",
     seed: Annotated[int, typer.Option(help="Seed of the sampled queries.")] = 0,
     validate: Annotated[bool, typer.Option("--validate", help="Switch RoPE off in heads; print the loss.")] = False,

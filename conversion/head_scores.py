@@ -72,7 +72,7 @@ def score_heads(
     attendable: Tensor,
     scaling: float,
     softcap: float | None = None,
-    divergence: str = "js",
+    divergence: str = "kl",
     ablation: str = "drop",
     max_elements: int = 2**19,
 ) -> HeadScores:
