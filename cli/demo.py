@@ -45,7 +45,7 @@ def demo(
     typer.echo(
         f"Calibrated on {job.CALIBRATION_TOKENS:,} tokens, aligned on {job.BUDGETS[budget.value]:,}.\n"
         "NLL: nats per token of text that no stage saw.\n"
-        "Copy: loss in nats and top-1 of the second copy of 64 random tokens of that text, so many tokens after the first.\n"
+        "Copy: loss in nats and top-1 of the second copy of 64 random tokens of it, so many tokens after the first.\n"
         f"Cache in float32; decoding one row behind {job.LONG_CONTEXT:,} tokens."
     )
     folder = out / f"aligned-{budget.value}"

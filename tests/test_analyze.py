@@ -70,7 +70,7 @@ def checkpoint(tmp_path):
     return tmp_path / "model"
 
 
-def dense_rpd(model, input_ids) -> torch.Tensor:
+def dense_rpd(model, input_ids, divergence) -> torch.Tensor:
     """[L, H] from whole attention matrices in float64, over all queries behind the first eighth of each window."""
     rows = []
 
@@ -82,8 +82,11 @@ def dense_rpd(model, input_ids) -> torch.Tensor:
             matrices.append(logits.masked_fill(~torch.ones(logits.shape[-2:]).tril().bool(), -torch.inf).softmax(-1))
         a, b = (matrix[0, :, input_ids.shape[1] // 8 :] for matrix in matrices)
         middle = (a + b) / 2
-        js = sum(torch.where(x > 0, x * (x / middle).log2(), 0).sum(-1) for x in (a, b)) / 2
-        rows.append(js.mean(-1))
+        if divergence == "js":
+            rpd = sum(torch.where(x > 0, x * (x / middle).log2(), 0).sum(-1) for x in (a, b)) / 2
+        else:
+            rpd = torch.where(a > 0, a * (a / b).log(), 0).sum(-1)
+        rows.append(rpd.mean(-1))
 
     with torch.no_grad(), probe_attention(model, on_layer):
         for window in input_ids:
@@ -91,18 +94,24 @@ def dense_rpd(model, input_ids) -> torch.Tensor:
     return torch.stack(rows).view(len(input_ids), LAYERS, HEADS).mean(0)
 
 
-def test_scores_are_means_over_windows_and_queries():
+@pytest.mark.parametrize("divergence", ["kl", "js"])
+def test_scores_are_means_over_windows_and_queries(divergence):
     model, input_ids = small_model(), torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(1))
     steps = []
-    options = {"queries_per_window": 99, "progress": lambda done, total: steps.append((done, total))}
+    options = {
+        "queries_per_window": 99,
+        "divergence": divergence,
+        "progress": lambda done, total: steps.append((done, total)),
+    }
     tensors, layers = score_windows(model, input_ids, **options)
     assert layers == list(range(LAYERS)) and steps == [(step, 3 * LAYERS) for step in range(1, 3 * LAYERS + 1)]
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     by_head = {name: [LAYERS, HEADS] for name in ("rpd", "mean_distance", "mean_log_distance", "entropy")}
     assert shapes == {"rfis": [LAYERS, HEADS, HEAD_DIM // 2], "wavelengths": [HEAD_DIM // 2], **by_head}
-    torch.testing.assert_close(tensors["rpd"].double(), dense_rpd(model, input_ids), rtol=0, atol=1e-5)
+    torch.testing.assert_close(tensors["rpd"].double(), dense_rpd(model, input_ids, divergence), rtol=0, atol=1e-5)
     assert tensors["rpd"].min() > 1e-3
-    alone = [score_windows(model, window[None], queries_per_window=99)[0]["rfis"] for window in input_ids]
+    del options["progress"]
+    alone = [score_windows(model, window[None], **options)[0]["rfis"] for window in input_ids]
     torch.testing.assert_close(tensors["rfis"], torch.stack(alone).mean(0))
 
 
@@ -245,7 +254,7 @@ def analyze_map(model, tensors) -> HeadMap:
         "revision": None,
         "model_type": "llama",
         "text_digest": None,
-        "settings": {},
+        "settings": {"divergence": "kl"},
         "granularity": "query_head",
         "folding": "mean",
         "num_attention_heads": HEADS,
