@@ -515,9 +515,9 @@ def _projections(
 
 
 def _read_out(
-    gate: str, num_heads: int, head_scale: bool, norm: bool, config: HwHConfig
+    gate: str, num_heads: int, head_scale: bool, norm: bool, config: HwHConfig, shrink: float = 1.0
 ) -> Iterator[tuple[str, Recipe]]:
-    """Norm, gate and scale of one branch, which together start as the identity."""
+    """Norm, gate and scale of one branch, which together start as the identity on heads without their `shrink`."""
     if norm:
         yield "o_norm.weight", Recipe((), "ones", lambda: torch.ones(config.head_dim))
     if gate != "none":
@@ -527,8 +527,10 @@ def _read_out(
             Recipe((), "zeros: the gate starts at 1/2", lambda: torch.zeros(width, config.hidden_size)),
         )
     if head_scale:
-        scale = 1.0 if gate == "none" else 2.0
-        how = "ones" if gate == "none" else "twos: make up for the gate's 1/2"
+        # A norm takes the shrinking away by itself.
+        scale = (1.0 if norm else 1 / shrink) * (1.0 if gate == "none" else 2.0)
+        causes = ["the gate's 1/2"] * (gate != "none") + [f"the recurrence's {shrink:g}"] * (shrink != 1 and not norm)
+        how = f"{scale:g}" + (f": makes up for {' and '.join(causes)}" if causes else "")
         yield "head_scale", Recipe((), how, lambda: torch.full((num_heads,), scale))
 
 
@@ -562,8 +564,10 @@ def _linear_recipes(
     biases = [math.log(math.expm1(1 / time)) for time in times]
     how = f"inverse softplus of 1 / tau, tau = {[round(time, 2) for time in times]} tokens"
     yield "decay.dt_bias", Recipe((), how, lambda: torch.tensor(biases), torch.float32)
+    # The delta rule shrinks unit queries by D^-1/2, so that it would read a stored value back that much smaller.
+    shrink = config.linear_key_head_dim**-0.5
     yield from _read_out(
-        config.linear_output_gate, len(heads), config.linear_head_scale, config.linear_output_norm, config
+        config.linear_output_gate, len(heads), config.linear_head_scale, config.linear_output_norm, config, shrink
     )
 
 

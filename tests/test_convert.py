@@ -216,13 +216,13 @@ def test_checkpoint_holds_exactly_the_models_tensors(tmp_path, family):
 
 
 def reference_linear_head(query, key, value, decay_time):
-    """Gated delta rule, token by token, with unit q and k, beta 1/2 and a constant decay. `[B, T, D]` each."""
+    """Gated delta rule, token by token, with unit q and k, beta 1/2, a constant decay, read by q. `[B, T, D]` each."""
     query, key = (vectors / vectors.norm(dim=-1, keepdim=True) for vectors in (query, key))
     state, outputs = torch.zeros(len(query), WIDTH, WIDTH, dtype=torch.float64), []
     for q, k, v in zip(query.unbind(1), key.unbind(1), value.unbind(1), strict=True):
         state = state * math.exp(-1 / decay_time)
         state = state + 0.5 * k[:, :, None] * (v - torch.einsum("bij,bi->bj", state, k))[:, None, :]
-        outputs.append(torch.einsum("bij,bi->bj", state, q) / math.sqrt(WIDTH))
+        outputs.append(torch.einsum("bij,bi->bj", state, q))
     # The upcycling preset returns the value itself at the first token, as softmax attention does.
     return torch.stack([value[:, 0], *outputs[1:]], dim=1)
 
