@@ -1,0 +1,118 @@
+"""An lm-eval task whose samples have given lengths in tokens of the model under test.
+
+Every document of every task has these fields:
+
+    task, length        the task's name; tokens of prompt and room for the answer together are at most `length`
+    index, depth        number of the sample within its length; where its answer stands, 0 to 1 or None
+    input, gen_prefix   the prompt: `input`, and after a space `gen_prefix` if that is not empty
+    outputs             list of strings that the score looks for
+    answer              the continuation that scores 1; the target of log-likelihood tasks
+    answer_tokens       its length in tokens
+    max_gen_toks        most tokens to generate; 0 for log-likelihood tasks
+
+The same index is the same question at every length. Documents go index by index and, within one, length by length, so
+that `--limit` reaches all lengths.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
+
+from .samples import Request, Sample, fit
+from .settings import Settings
+
+# What a model may write beside the bare answer: an article, quotation marks, a full stop.
+ANSWER_SLACK = 16
+
+
+class LengthTask(ConfigurableTask):
+    """Reads the YAML of an ordinary lm-eval task, except that
+
+    - `custom_dataset` is a builder as `samples.py` describes it, and `dataset_kwargs` its options,
+    - the metric named `length` in `metric_list` stands for one metric for each length of the run,
+    - `max_gen_toks` is an upper bound: generation stops at the longest answer and 16 tokens.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        config = {key: value for key, value in config.items() if key != "class"}
+        self.settings = Settings.from_metadata(config.get("metadata") or {})
+        (metric,) = config["metric_list"]
+        config["metric_list"] = [metric | {"metric": str(length)} for length in self.settings.lengths]
+        super().__init__(config=config)
+
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs) -> None:
+        samples = {length: self.build(length) for length in self.settings.lengths}
+        rows = zip(*(self._documents(length, of_length) for length, of_length in samples.items()), strict=True)
+        self.dataset = {self.config.test_split: Dataset.from_list([document for row in rows for document in row])}
+
+    def build(self, length: int) -> list[Sample]:
+        """The samples of one length."""
+        settings = self.settings
+        request = Request(
+            task=self.config.task,
+            length=length,
+            longest=max(settings.lengths),
+            num_samples=settings.num_samples,
+            depths=settings.depths,
+            seed=settings.seed,
+            text=settings.text,
+            count=partial(self.count, special=False),
+        )
+        render = self.config.custom_dataset(request, **(self.config.dataset_kwargs or {}))
+        return fit(self.config.task, length, settings.num_samples, render, self.tokens_needed)
+
+    def tokens_needed(self, samples: Sequence[Sample]) -> int:
+        """Tokens of the longest prompt with room for the answer."""
+        if self.OUTPUT_TYPE == "loglikelihood":
+            return max(self.count([sample.prompt + sample.answer for sample in samples]))
+        return max(self.count([sample.prompt for sample in samples])) + self.tokens_to_generate(samples)
+
+    def tokens_to_generate(self, samples: Sequence[Sample]) -> int:
+        if self.OUTPUT_TYPE == "loglikelihood":
+            return 0
+        longest = max(self.count([sample.answer for sample in samples], special=False))
+        return min(longest + ANSWER_SLACK, self.config.generation_kwargs["max_gen_toks"])
+
+    def count(self, texts: Sequence[str], special: bool = True) -> list[int]:
+        """Tokens of each text, with the special tokens that the tokenizer adds to a prompt or without."""
+        encoded = self.settings.load_tokenizer()(
+            list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
+        )
+        return [len(ids) for ids in encoded["input_ids"]]
+
+    def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs):
+        request = super().construct_requests(doc, ctx, **kwargs)
+        if self.OUTPUT_TYPE == "generate_until":
+            prompt, options = request.arguments
+            limit = min(doc["max_gen_toks"], options["max_gen_toks"])
+            request.arguments = (prompt, options | {"max_gen_toks": limit})
+        return request
+
+    def _documents(self, length: int, samples: list[Sample]) -> list[dict[str, Any]]:
+        max_gen_toks = self.tokens_to_generate(samples)
+        return [
+            {
+                "task": self.config.task,
+                "length": length,
+                "index": index,
+                "depth": sample.depth,
+                "input": sample.input,
+                "gen_prefix": sample.gen_prefix,
+                "outputs": sample.outputs,
+                "answer": sample.answer,
+                "answer_tokens": answer_tokens,
+                "max_gen_toks": max_gen_toks,
+            }
+            for index, (sample, answer_tokens) in enumerate(zip(samples, self._answer_tokens(samples), strict=True))
+        ]
+
+    def _answer_tokens(self, samples: list[Sample]) -> list[int]:
+        if self.OUTPUT_TYPE == "generate_until":
+            return self.count([sample.answer for sample in samples], special=False)
+        # As lm-eval splits a scored text: what follows the tokens of the prompt alone.
+        prompts = self.count([sample.prompt for sample in samples])
+        whole = self.count([sample.prompt + sample.answer for sample in samples])
+        return [end - start for start, end in zip(prompts, whole, strict=True)]
