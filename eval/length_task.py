@@ -15,7 +15,6 @@ that `--limit` reaches all lengths.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -33,13 +32,16 @@ class LengthTask(ConfigurableTask):
 
     - `custom_dataset` is a builder as `samples.py` describes it, and `dataset_kwargs` its options,
     - the metric named `length` in `metric_list` stands for one metric for each length of the run,
-    - `max_gen_toks` is an upper bound: generation stops at the longest answer and 16 tokens.
+    - `max_gen_toks` is an upper bound: 16 tokens more than the longest answer are generated, and never fewer than it
+      takes, whatever the tokenizer.
     """
 
     def __init__(self, config: dict[str, Any]):
         config = {key: value for key, value in config.items() if key != "class"}
         self.settings = Settings.from_metadata(config.get("metadata") or {})
+        self.count = self.settings.count
         (metric,) = config["metric_list"]
+        self.most_to_generate = (config.get("generation_kwargs") or {}).get("max_gen_toks", 0)
         config["metric_list"] = [metric | {"metric": str(length)} for length in self.settings.lengths]
         super().__init__(config=config)
 
@@ -59,7 +61,7 @@ class LengthTask(ConfigurableTask):
             depths=settings.depths,
             seed=settings.seed,
             text=settings.text,
-            count=partial(self.count, special=False),
+            count=self.count,
         )
         render = self.config.custom_dataset(request, **(self.config.dataset_kwargs or {}))
         return fit(self.config.task, length, settings.num_samples, render, self.tokens_needed)
@@ -67,28 +69,21 @@ class LengthTask(ConfigurableTask):
     def tokens_needed(self, samples: Sequence[Sample]) -> int:
         """Tokens of the longest prompt with room for the answer."""
         if self.OUTPUT_TYPE == "loglikelihood":
-            return max(self.count([sample.prompt + sample.answer for sample in samples]))
-        return max(self.count([sample.prompt for sample in samples])) + self.tokens_to_generate(samples)
+            return max(self.count([sample.prompt + sample.answer for sample in samples], special=True))
+        return max(self.count([sample.prompt for sample in samples], special=True)) + self.tokens_to_generate(samples)
 
     def tokens_to_generate(self, samples: Sequence[Sample]) -> int:
         if self.OUTPUT_TYPE == "loglikelihood":
             return 0
-        longest = max(self.count([sample.answer for sample in samples], special=False))
-        return min(longest + ANSWER_SLACK, self.config.generation_kwargs["max_gen_toks"])
-
-    def count(self, texts: Sequence[str], special: bool = True) -> list[int]:
-        """Tokens of each text, with the special tokens that the tokenizer adds to a prompt or without."""
-        encoded = self.settings.load_tokenizer()(
-            list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
-        )
-        return [len(ids) for ids in encoded["input_ids"]]
+        longest = max(self.count([sample.answer for sample in samples]))
+        return min(longest + ANSWER_SLACK, max(longest, self.most_to_generate))
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs):
         request = super().construct_requests(doc, ctx, **kwargs)
         if self.OUTPUT_TYPE == "generate_until":
             prompt, options = request.arguments
-            limit = min(doc["max_gen_toks"], options["max_gen_toks"])
-            request.arguments = (prompt, options | {"max_gen_toks": limit})
+            if options["max_gen_toks"] == self.most_to_generate:  # Not changed with --gen_kwargs.
+                request.arguments = (prompt, options | {"max_gen_toks": doc["max_gen_toks"]})
         return request
 
     def _documents(self, length: int, samples: list[Sample]) -> list[dict[str, Any]]:
@@ -111,8 +106,8 @@ class LengthTask(ConfigurableTask):
 
     def _answer_tokens(self, samples: list[Sample]) -> list[int]:
         if self.OUTPUT_TYPE == "generate_until":
-            return self.count([sample.answer for sample in samples], special=False)
+            return self.count([sample.answer for sample in samples])
         # As lm-eval splits a scored text: what follows the tokens of the prompt alone.
-        prompts = self.count([sample.prompt for sample in samples])
-        whole = self.count([sample.prompt + sample.answer for sample in samples])
+        prompts = self.count([sample.prompt for sample in samples], special=True)
+        whole = self.count([sample.prompt + sample.answer for sample in samples], special=True)
         return [end - start for start, end in zip(prompts, whole, strict=True)]

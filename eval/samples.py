@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .settings import TokenCounter
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -32,7 +34,6 @@ class Sample:
 
 
 Render = Callable[[int, int], Sample]
-Count = Callable[[Sequence[str]], list[int]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,7 @@ class Request:
     depths: tuple[float, ...]
     seed: int
     text: str | None
-    count: Count
-    """Tokens of each text, special tokens left out."""
+    count: TokenCounter
 
     def random(self, *purpose: int | str) -> random.Random:
         """A generator for one purpose. The length is no part of its seed: the same needle is asked for at every one."""

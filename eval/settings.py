@@ -3,7 +3,7 @@
 import difflib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
@@ -14,7 +14,7 @@ TRAIN_LENGTH_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Lengths are tokens of `tokenizer`, special tokens and room for the answer included; depths are 0 (start) to 1 (end).
+    """Lengths are tokens of `tokenizer`, special tokens and room for the answer included; depths go from 0 to 1.
 
     Raises ValueError that names key, value and what would be right.
     """
@@ -86,9 +86,22 @@ class Settings:
         values = {key: metadata[key] for key in own if metadata.get(key) is not None}
         return cls(tokenizer=tokenizer, tokenizer_options=options, **values)
 
-    def load_tokenizer(self):
-        """The tokenizer; raises ValueError when it counts no tokens in a text, as one without a vocabulary does."""
-        return _load_tokenizer(self.tokenizer, tuple(sorted(self.tokenizer_options.items())))
+    @property
+    def count(self) -> "TokenCounter":
+        """Counts tokens of the model under test; raises ValueError for a tokenizer without a vocabulary."""
+        return TokenCounter(_load_tokenizer(self.tokenizer, tuple(sorted(self.tokenizer_options.items()))))
+
+
+@dataclass(frozen=True)
+class TokenCounter:
+    tokenizer: Any
+
+    def __call__(self, texts: Sequence[str], *, special: bool = False) -> list[int]:
+        """Tokens of each text; with `special`, also those that the tokenizer puts around a prompt."""
+        encoded = self.tokenizer(
+            list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
+        )
+        return [len(ids) for ids in encoded["input_ids"]]
 
 
 @functools.lru_cache(maxsize=4)
