@@ -66,11 +66,12 @@ class LengthTask(ConfigurableTask):
         render = self.config.custom_dataset(request, **(self.config.dataset_kwargs or {}))
         return fit(self.config.task, length, settings.num_samples, render, self.tokens_needed)
 
-    def tokens_needed(self, samples: Sequence[Sample]) -> int:
-        """Tokens of the longest prompt with room for the answer."""
+    def tokens_needed(self, samples: Sequence[Sample]) -> list[int]:
+        """Tokens of each prompt with room for the longest answer."""
         if self.OUTPUT_TYPE == "loglikelihood":
-            return max(self.count([sample.prompt + sample.answer for sample in samples], special=True))
-        return max(self.count([sample.prompt for sample in samples], special=True)) + self.tokens_to_generate(samples)
+            return self.count([sample.prompt + sample.answer for sample in samples], special=True)
+        room = self.tokens_to_generate(samples)
+        return [tokens + room for tokens in self.count([sample.prompt for sample in samples], special=True)]
 
     def tokens_to_generate(self, samples: Sequence[Sample]) -> int:
         if self.OUTPUT_TYPE == "loglikelihood":
@@ -107,7 +108,8 @@ class LengthTask(ConfigurableTask):
     def _answer_tokens(self, samples: list[Sample]) -> list[int]:
         if self.OUTPUT_TYPE == "generate_until":
             return self.count([sample.answer for sample in samples])
-        # As lm-eval splits a scored text: what follows the tokens of the prompt alone.
-        prompts = self.count([sample.prompt for sample in samples], special=True)
-        whole = self.count([sample.prompt + sample.answer for sample in samples], special=True)
-        return [end - start for start, end in zip(prompts, whole, strict=True)]
+        # lm-eval scores the tokens that follow those of the prompt alone; where they begin, the prompt's end decides.
+        ends = [sample.prompt[-200:].partition(" ")[2] or sample.prompt for sample in samples]
+        prompts = self.count(ends)
+        whole = self.count([end + sample.answer for end, sample in zip(ends, samples, strict=True)])
+        return [tokens - before for tokens, before in zip(whole, prompts, strict=True)]

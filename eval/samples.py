@@ -7,7 +7,7 @@ is. Builders draw from `request.random(...)` alone, so a sample depends on nothi
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .settings import TokenCounter
@@ -71,41 +71,42 @@ class TooShortError(ValueError):
 
 
 def fit(
-    task: str, length: int, num_samples: int, render: Render, tokens: Callable[[list[Sample]], int]
+    task: str, length: int, num_samples: int, render: Render, tokens: Callable[[list[Sample]], list[int]]
 ) -> list[Sample]:
     """The samples with as much filler as lets the longest of them need at most `length` tokens.
 
     All samples get the same filler, so that what precedes their needles is identical and its cache can be shared.
-    `tokens(samples)` is what the longest of `samples` needs, counted on the final strings: merges cross the seams.
-    The amount is searched with the first sample and verified with all.
+    `tokens(samples)` is what each of them needs, counted on the final strings: merges cross the seams. The amount is
+    searched with the sample that is longest without filler, and verified with all; the others rarely need a second go,
+    since the search leaves them a little room.
+
+    Raises TooShortError when the samples do not fit without filler.
     """
-    everyone = range(num_samples)
+    bare = tokens([render(index, 0) for index in range(num_samples)])
+    if max(bare) > length:
+        raise TooShortError(task, length, max(bare))
+    longest = bare.index(max(bare))
+    aim = max(max(bare), length - length // 256)
 
-    def need(units: int, indices: Sequence[int] = (0,)) -> int:
-        return tokens([render(index, units) for index in indices])
-
-    empty = need(0)
-    units, spare, too_many, per_unit = 0, length - empty, None, None
+    # units fit, too_many do not: between them the guess follows the tokens that a unit has taken so far.
+    units, spare, too_many, per_unit = 0, aim - max(bare), math.inf, None
     guess = 8
-    while spare >= 0 and (too_many is None or too_many - units > 1):
-        if per_unit is not None:
-            guess = units + max(1, int(spare / per_unit))
-            if too_many is not None and guess >= too_many:
-                guess = (units + too_many) // 2
-        needed = need(guess)
-        per_unit = max(needed - empty, 1) / guess
-        if needed <= length:
-            units, spare = guess, length - needed
-        else:
+    while too_many - units > 1:
+        (needed,) = tokens([render(longest, guess)])
+        per_unit = max(needed - max(bare), 1) / guess
+        if needed > aim:
             too_many = guess
-        if needed <= length and spare < per_unit:
-            break
+        else:
+            units, spare = guess, aim - needed
+            if spare < per_unit:
+                break
+        guess = units + max(1, int(spare / per_unit))
+        if guess >= too_many:
+            guess = (units + too_many) // 2
 
     while True:
-        samples = [render(index, units) for index in everyone]
-        excess = tokens(samples) - length
+        samples = [render(index, units) for index in range(num_samples)]
+        excess = max(tokens(samples)) - length
         if excess <= 0:
             return samples
-        if units == 0:
-            raise TooShortError(task, length, length + excess)
         units = max(0, units - math.ceil(excess / per_unit))

@@ -62,11 +62,12 @@ class ClozeRecallTask(LengthTask):
             window = "".join(words[start:end]).lstrip()
             text = f"{window}{question}" if window else question.lstrip(". \n")
             sample = Sample(input=text, outputs=answers, answer=f" {answers[0]}")
-            excess = self.tokens_needed([sample]) - length
+            (needed,) = self.tokens_needed([sample])
+            excess = needed - length
             if excess <= 0:
                 return sample
             budget = min(budget, tokens_before[-1]) - excess
-        raise TooShortError(self.config.task, length, self.tokens_needed([sample]))
+        raise TooShortError(self.config.task, length, needed)
 
     def tokens_to_generate(self, samples) -> int:
         return self.most_to_generate
