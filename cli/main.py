@@ -19,6 +19,7 @@ COMMANDS = {
     "calibrate": "Fit the output projections of a converted model in closed form.",
     "distill": "Train a converted model towards its source.",
     "inspect": "Show a model's parameters, heads and cache size.",
+    "eval": "Evaluate models: retrieval, extrapolation, any task of lm-eval.",
     "demo": "Run all of it on a small real checkpoint and compare the stages.",
 }
 

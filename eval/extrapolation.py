@@ -50,8 +50,8 @@ def nll_by_position(
 
 @dataclass(frozen=True)
 class Bucket:
-    """Positions `start` to `end` (in tokens, the first token is 0), their mean loss in nats, and its standard error over
-    the stretches of text; None with one stretch."""
+    """Positions `start` to `end` (in tokens, the first is 0), their mean loss in nats, and its standard error over the
+    stretches of text; None with one stretch."""
 
     start: int
     end: int
@@ -59,7 +59,7 @@ class Bucket:
     stderr: float | None
 
 
-def buckets(nll: Tensor, count: int = 32) -> list[Bucket]:
+def buckets(nll: Tensor, count: int = 16) -> list[Bucket]:
     """`[W, T - 1]` losses by position in at most `count` buckets of equal widths."""
     width = -(-nll.shape[1] // count)
     result = []

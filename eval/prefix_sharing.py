@@ -91,17 +91,24 @@ def split(items: list[int], size: int) -> list[list[int]]:
 class SharedPrefixLM(HFLM):
     """`HFLM` for causal models, with shared prefixes, without truncation, and with the logits of answers only.
 
-    Takes the arguments of `HFLM`, and `share=False` to read every request by itself, as a model whose cache cannot be
-    continued is read in any case.
+    Takes the arguments of `HFLM`, and
+
+    - `share=False` to read every request by itself, as a model whose cache cannot be continued is read in any case;
+    - `longest`, up to which prompts are taken even if the model's configuration says that it was trained with less.
 
     Raises:
         ValueError: a request with the room for its answer is longer than `max_length`.
     """
 
-    def __init__(self, *args, share: bool = True, **kwargs):
+    def __init__(self, *args, share: bool = True, longest: int = 0, **kwargs):
         super().__init__(*args, **kwargs)
+        self.longest = longest
         self.model.eval()
         self.shares = share and self._continues_exactly()
+
+    @property
+    def max_length(self) -> int:
+        return max(super().max_length, self.longest)
 
     # Requests
 
@@ -128,8 +135,8 @@ class SharedPrefixLM(HFLM):
         prompts = [self._encode_prompt(request.args[0]) for request in requests]
         for prompt in prompts:
             self._require_room(len(prompt), most)
-        # At least one token stays to be read: its logits choose the first one of the answer. Beams are rows of their own,
-        # which a cache of the prompts has not.
+        # At least one token stays to be read: its logits choose the first one of the answer. Beams are rows of their
+        # own, which a cache of the prompts has not.
         alone = options.get("num_beams", 1) > 1
         prefixes = [[] if alone else prompt[:-1] for prompt in prompts]
         for numbers, _, cache in self._shared(prefixes, prompts, equal_lengths=True):

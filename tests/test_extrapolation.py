@@ -55,5 +55,5 @@ def test_a_table_of_positions_is_not_overrun():
     )
     llama = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**SIZES))
     assert (position_limit(gpt2), position_limit(opt), position_limit(llama)) == (16, 11, None)
-    with pytest.raises(ValueError, match="17 tokens are more than the 16 rows.*lengths up to 16"):
+    with pytest.raises(ValueError, match=r"17 tokens are more than the 16 rows.*lengths up to 16"):
         nll_by_position(gpt2, torch.zeros(1, 17, dtype=torch.long))

@@ -4,26 +4,24 @@ import random
 
 import pytest
 import torch
+from byte_tokenizer import SPECIAL, VOCAB_SIZE, byte_tokenizer
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_hybrid import HwHConfig
 from hf_hybrid.eval.prefix_sharing import Branch, SharedPrefixLM, prefix_tree, tokens_read
 
 SIZES = {
-    "vocab_size": 259,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 36,
     "intermediate_size": 44,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 6,
-    "eos_token_id": 257,
-    "bos_token_id": 256,
-    "pad_token_id": 258,
+    **SPECIAL,
 }
 LINEAR = {
     "linear_key_head_dim": 6,
@@ -39,18 +37,6 @@ CONFIGS = {
     "hwh": lambda: HwHConfig(**SIZES, full_attention_heads=[[0, 1], [], [2, 3, 4, 5]]),
     "hwh-linear": lambda: HwHConfig(**SIZES, full_attention_heads=[[], [], []]),
 }
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
-    vocabulary |= {"<s>": 256, "</s>": 257, "<pad>": 258}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=512
-    )
 
 
 def small_model(name: str):
@@ -125,7 +111,9 @@ def test_prefixes_are_read_once(monkeypatch):
     read = []
     forward = shared.model.forward
     monkeypatch.setattr(
-        shared.model, "forward", lambda *args, **kwargs: (read.append(kwargs["input_ids"].numel()), forward(**kwargs))[1]
+        shared.model,
+        "forward",
+        lambda *args, **kwargs: (read.append(kwargs["input_ids"].numel()), forward(**kwargs))[1],
     )
     shared.loglikelihood(scoring())
     context = [list(prompt.encode())[:-1] for prompt in prompts() for _ in range(3)]
