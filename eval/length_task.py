@@ -10,8 +10,8 @@ Every document of every task has these fields:
     answer_tokens       its length in tokens
     max_gen_toks        most tokens to generate; 0 for log-likelihood tasks
 
-The same index is the same question at every length. Documents go index by index and, within one, length by length, so
-that `--limit` reaches all lengths.
+The same index has the same depth at every length, and the same needle where a needle is put into filler. Documents go
+index by index and, within one, length by length, so that `--limit` reaches all lengths.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What `pip install` puts where: `conversion` and `cli` stand beside `hf_hybrid` and are installed inside it."""
+"""What `pip install` puts where: `conversion`, `eval` and `cli` stand beside `hf_hybrid` but are installed inside it."""
 
 import shutil
 import subprocess
@@ -7,7 +7,12 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-INSTALLED_AS = {"hf_hybrid": "hf_hybrid", "conversion": "hf_hybrid/conversion", "cli": "hf_hybrid/cli"}
+INSTALLED_AS = {
+    "hf_hybrid": "hf_hybrid",
+    "conversion": "hf_hybrid/conversion",
+    "eval": "hf_hybrid/eval",
+    "cli": "hf_hybrid/cli",
+}
 
 
 def test_wheel_holds_every_module_under_its_installed_name(tmp_path):
@@ -25,11 +30,12 @@ def test_wheel_holds_every_module_under_its_installed_name(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
-    modules = {name for name in names if name.endswith(".py")}
+    modules = {name for name in names if name.endswith((".py", ".yaml"))}
     expected = {
         f"{installed}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, installed in INSTALLED_AS.items()
-        for path in (ROOT / folder).rglob("*.py")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".yaml")
     }
     assert modules == expected
     assert {f"{installed}/__init__.py" for installed in INSTALLED_AS.values()} <= modules

@@ -28,12 +28,12 @@ def copying(request: Request, *, balanced: bool) -> Render:
     def text(number: int) -> tuple[list[str], list[int]]:
         """Lines, and the tokens of the first n of them."""
         generator = request.random("lines", number)
+        lines, words = [], 0
         # A word is at least a token, so these are more lines than fit.
-        sizes, words = [], 0
-        while words <= request.length:
-            sizes.append(BALANCED_WORDS if balanced else round(MOST_WORDS ** generator.random()))
-            words += sizes[-1]
-        lines = [" ".join(generator.choices(WORDS, k=size)) for size in sizes]
+        while words <= request.length or len(lines) < 3:
+            size = BALANCED_WORDS if balanced else round(MOST_WORDS ** generator.random())
+            lines.append(" ".join(generator.choices(WORDS, k=size)))
+            words += size
         return lines, list(accumulate(request.count([f"{line}\n" for line in lines]), initial=0))
 
     def render(index: int, units: int) -> Sample:
