@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from byte_tokenizer import byte_tokenizer
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 from typer.testing import CliRunner
 
@@ -36,19 +35,6 @@ SIZES = {
     "eos_token_id": 257,
     "pad_token_id": 258,
 }
-
-
-def byte_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
-    """One token a byte; with `bos`, every text begins with <s>, as in Llama."""
-    bytes_to_ids = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    special = ["<s>", "</s>", "<pad>"]
-    vocabulary = {**bytes_to_ids, **{token: 256 + index for index, token in enumerate(special)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
 def small_model(model_type: str = "llama", **settings):
