@@ -2,13 +2,11 @@
 
 import difflib
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 TRAIN_LENGTH_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
@@ -101,10 +99,8 @@ class TokenCounter:
         """Tokens of each text; with `special`, also those that the tokenizer puts around a prompt."""
         if not self.tokenizer.is_fast:
             return [len(ids) for ids in self.tokenizer(list(texts), add_special_tokens=special)["input_ids"]]
-        # What a call of the tokenizer runs, without the offsets and lists that cost as much again. lm-eval turns the
-        # tokenizer's threads off for good; counting thousands of prompts is what they are for.
-        with mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="true"):
-            encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        # What a call of the tokenizer runs, without the offsets and lists that cost as much again.
+        encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         return [len(encoding) for encoding in encoded]
 
 

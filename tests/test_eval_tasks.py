@@ -1,6 +1,7 @@
 """The evaluation tasks: lengths, depths, seeds, scores. Run through lm-eval's own loading and evaluation, offline."""
 
 import hashlib
+import inspect
 import json
 import random
 import re
@@ -458,6 +459,14 @@ def test_metadata_beside_arguments_of_the_model(tokenizer_folder):
     )
     assert settings.lengths == (32, 64, 128, 256, 512, 1024)
     assert settings.depths == (1.0,)
+
+
+def test_no_argument_of_lm_evals_model_is_taken_for_a_mistyped_key(tokenizer_folder):
+    from lm_eval.models.huggingface import HFLM
+
+    names = inspect.signature(HFLM.__init__).parameters.keys() - {"self", "kwargs", "tokenizer"}
+    arguments = {name: None for name in names} | {"pretrained": str(tokenizer_folder), "attn_implementation": "eager"}
+    assert Settings.from_metadata(arguments).lengths == (1024, 2048, 4096)
 
 
 def test_haystack_from_a_file(manager, tmp_path):

@@ -1,4 +1,4 @@
-"""What `pip install` puts where: `conversion`, `eval` and `cli` stand beside `hf_hybrid`, installed inside it."""
+"""What `pip install` puts where: `conversion`, `eval`, `cli` stand beside `hf_hybrid` and are installed inside it."""
 
 import shutil
 import subprocess
