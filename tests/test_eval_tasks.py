@@ -382,6 +382,15 @@ def test_part_of_the_answer_scores_its_share_with_standard_error(loaded, name):
     assert scores["1500_stderr,none"] == pytest.approx((values.std() / 13**0.5).item())
 
 
+@every_task
+def test_no_answer_is_cut_by_a_stop_string(loaded, name):
+    task = loaded(name)
+    stops = (task.config.generation_kwargs or {"until": []})["until"]
+    assert stops or task.OUTPUT_TYPE == "loglikelihood"
+    for doc in task.eval_docs:
+        assert not any(stop in doc["answer"] for stop in stops)
+
+
 def test_limit_reaches_every_length_and_others_are_not_reported(loaded):
     task = loaded("hybrid_passkey")
     scores, requests, _ = evaluate(task, lambda doc: doc["answer"], limit=2)
