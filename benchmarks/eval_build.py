@@ -5,10 +5,12 @@ python benchmarks/eval_build.py [TOKENIZER]
 100 samples of each task at 8,192 tokens, seed 42, in one process, without a network: at most 30 s in all on two cores.
 The tokenizer is a folder or a name; without one, a byte-level BPE with as many tokens as SmolLM2's is trained first.
 Built in turn and once each: documents are built once in a run of lm-eval, so there is nothing to warm up but the
-tokenizer, whose loading is not counted. Processor seconds stand beside the wall clock's.
+tokenizer, whose loading is not counted. Beside the wall clock's stand processor seconds, which other work on the
+machine does not stretch.
 """
 
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -68,7 +70,8 @@ def main():
         "bound": BOUND,
     }
     used = Path(sys.argv[1]).name if len(sys.argv) > 1 else "byte-level BPE of 49152 tokens, trained here"
-    report("Building the documents of the offline tasks", [*rows, total], json_path=RESULTS, tokenizer=used, **ASKED)
+    facts = {"tokenizer": used, "load average": os.getloadavg()[0]} | ASKED
+    report("Building the documents of the offline tasks", [*rows, total], json_path=RESULTS, **facts)
 
 
 if __name__ == "__main__":

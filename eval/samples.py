@@ -86,7 +86,7 @@ def fit(
     if max(bare) > length:
         raise TooShortError(task, length, max(bare))
     longest = bare.index(max(bare))
-    aim = max(max(bare), length - length // 256)
+    aim = max(max(bare), length - length // 64)
 
     # units fit, too_many do not: between them the guess follows the tokens that a unit has taken so far.
     units, spare, too_many, per_unit = 0, aim - max(bare), math.inf, None

@@ -1,7 +1,7 @@
 """Exact copying, line by line, of lines of equal or of very unequal length.
 
 After the copy task of 2D-RoPE, of which only the abstract is public. Our definition: words in lines, of eight words
-each (balanced) or of 1 to 64 words, log-uniformly (imbalanced); the copy is written up to a line, and the model writes
+each (balanced) or of 1 to 32 words, log-uniformly (imbalanced); the copy is written up to a line, and the model writes
 that line. The score is the share of lines that teacher-forced copying gets exactly right, by position in the text.
 """
 
@@ -13,7 +13,7 @@ from ..samples import Render, Request, Sample
 from ..vocabulary import WORDS
 
 BALANCED_WORDS = 8
-MOST_WORDS = 64
+MOST_WORDS = 32
 
 
 def copying(request: Request, *, balanced: bool) -> Render:
