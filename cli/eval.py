@@ -1,5 +1,6 @@
 """`hf-hybrid eval`: retrieval, extrapolation and any task of lm-eval, several models side by side."""
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -56,7 +57,9 @@ def eval(
 
     from rich.console import Console
 
+    from hf_hybrid.conversion.atomic_file import write_json
     from hf_hybrid.eval.page import write_page
+    from hf_hybrid.eval.results import summary
 
     console = Console()
     cells, curves = run(subjects, plan, out, overwrite=overwrite, say=lambda line: console.print(line, markup=False))
@@ -67,6 +70,9 @@ def eval(
         "Documents": f"{num_samples} of each task and length, seed {seed}",
         "Written by": "hf-hybrid eval",
     }
+    results = {"facts": facts, "scores": summary(cells), "nll_by_position": [asdict(each) for each in curves]}
+    write_json(out / "results.json", results)
+    typer.echo(f"wrote {out / 'results.json'}")
     for path in write_page(out, cells, curves, facts=facts):
         if path.suffix != ".svg":
             typer.echo(f"wrote {path}")

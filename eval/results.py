@@ -110,3 +110,20 @@ def by_depth(cells: Iterable[Cell]) -> dict[int, dict[float, float]]:
         length: {depth: sum(scores) / len(scores) for depth, scores in sorted(row.items())}
         for length, row in sorted(table.items())
     }
+
+
+def summary(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """One row per model, task, length and metric: mean, standard error (None where there is none), documents."""
+    return [
+        {
+            "model": cell.model,
+            "task": cell.task,
+            "length": cell.length,
+            "metric": metric,
+            "mean": value,
+            "stderr": cell.stderr.get(metric),
+            "documents": len(cell.samples),
+        }
+        for cell in cells
+        for metric, value in cell.scores.items()
+    ]

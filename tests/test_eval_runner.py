@@ -62,6 +62,10 @@ def test_two_models_side_by_side_then_resumed(invoke, tmp_path, monkeypatch):
         assert all((sample["depth"] is None) == (task == "hybrid_last_tokens") for sample in cell.samples)
     # A model that knows nothing spreads its guesses over the bytes.
     assert cells["llama", "hybrid_last_tokens", 1000].scores["score"] == pytest.approx(5.56, abs=0.5)
+    summary = json.loads((out / "results.json").read_text())
+    rows = {(row["model"], row["task"], row["length"]): row for row in summary["scores"]}
+    assert rows.keys() == cells.keys() and all(row["documents"] == 3 for row in rows.values())
+    assert [curve["model"] for curve in summary["nll_by_position"]] == ["llama", "short"]
     page = (out / "index.html").read_text()
     assert "short" in page and page.count("<figure>") == 3
     assert (out / "nll_by_position.png").stat().st_size > 1000
