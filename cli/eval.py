@@ -1,5 +1,6 @@
 """`hf-hybrid eval`: retrieval, extrapolation and any task of lm-eval, several models side by side."""
 
+import logging
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +21,7 @@ def eval(
     text: Annotated[Path | None, typer.Option(help="UTF-8 text; without it, Python's own documentation.")] = None,
     curve: Annotated[int, typer.Option(min=0, help="Stretches of text for the loss by position; 0 = none.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that are answered together.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto keeps the checkpoint's.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto keeps the checkpoint's.")] = Dtype.auto,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; the first GPU if there is one.")] = None,
     share: Annotated[bool, typer.Option("--share/--no-share", help="Read shared prefixes once.")] = True,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of a model's.")] = False,
@@ -41,7 +42,7 @@ def eval(
         seed=seed,
         text=None if text is None else str(text),
         batch_size=batch_size,
-        dtype=dtype.value if isinstance(dtype, Dtype) else dtype,
+        dtype=dtype.value,
         device=device,
         trust_remote_code=trust_remote_code,
         share_prefixes=share,
@@ -61,6 +62,8 @@ def eval(
     from hf_hybrid.eval.page import write_page
     from hf_hybrid.eval.results import summary
 
+    # What it warns of is checked here (truncation) or of no use (families that it does not know).
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     console = Console()
     cells, curves = run(subjects, plan, out, overwrite=overwrite, say=lambda line: console.print(line, markup=False))
     console.print(table(cells))
