@@ -1,8 +1,10 @@
 """Configuration of the head-wise hybrid family (HwH)."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 # What the `linear_*` fields left at None become. Measured reasons for the upcycling column: README, "Upcycling".
 LINEAR_PRESETS = {
@@ -117,6 +119,44 @@ def validate_choice(field: str, value, choices) -> None:
         raise ValueError(f"{field} is {value!r}: give one of {', '.join(repr(choice) for choice in choices)}")
 
 
+def validate_at_least(field: str, value: int, least: int, why: str = "") -> None:
+    """Raises `ValueError` naming field and value if `value` is smaller than `least`."""
+    if value < least:
+        raise ValueError(f"{field} is {value}: give at least {least}{why}")
+
+
+def validate_range(
+    field: str, value: float, low: float, high: float = math.inf, *, above: bool = False, below: bool = False
+) -> None:
+    """Raises `ValueError` naming field and value unless `value` is a finite number from `low` to `high`.
+
+    Args:
+        above: `low` itself is out of range too.
+        below: `high` itself is out of range too.
+    """
+    inside = math.isfinite(value) and (low < value if above else low <= value)
+    if not (inside and (value < high if below else value <= high)):
+        lower = f"above {low}" if above else f"of at least {low}"
+        upper = "" if high == math.inf else f" and {'below' if below else 'at most'} {high}"
+        raise ValueError(f"{field} is {value}: give a finite number {lower}{upper}")
+
+
+def validate_rope_parameters(parameters: dict | None) -> None:
+    """Raises `ValueError` for rotary parameters that the zoo's models would not follow."""
+    kind, factor = (parameters or {}).get("rope_type", "default"), (parameters or {}).get("partial_rotary_factor", 1.0)
+    validate_choice("rope_parameters['rope_type']", kind, ("default", *ROPE_INIT_FUNCTIONS))
+    if factor not in (None, 1.0):
+        raise ValueError(f"rope_parameters['partial_rotary_factor'] is {factor}: whole heads are rotated, leave it out")
+
+
+def validate_activation(field: str, value: str) -> None:
+    """Raises `ValueError` naming field and value unless transformers has an activation of that name."""
+    # Not at the head of the file: it imports torch, which importing a configuration need not wait for.
+    from transformers.activations import ACT2FN
+
+    validate_choice(field, value, ACT2FN)
+
+
 @strict
 class HwHConfig(PreTrainedConfig):
     r"""
@@ -133,7 +173,8 @@ class HwHConfig(PreTrainedConfig):
         intermediate_size (`int`): MLP width; layers may differ: `per_layer_config={3: {"intermediate_size": 512}}`.
         full_attention_rope (`bool` or `list[bool]`): rotary positions on the full-attention heads, per layer.
         rope_parameters (`dict`, *optional*): transformers' rotary parameters; read only where something is rotated.
-        sliding_window (`int`, *optional*): tokens that the full-attention heads of `sliding_window_layers` see.
+        sliding_window (`int`, *optional*): tokens that the full-attention heads of `sliding_window_layers` see, at
+            least 2: the stock cache has no way to keep none of the tokens before.
         sliding_window_layers (`list[int]`, *optional*): layers with the window; `None` = all when one is set.
         qk_norm (`bool`): RMS norm of the full-attention queries and keys, per head.
         attention_output_gate (`str`): `"none"`, `"headwise"` or `"elementwise"` sigmoid gate, from the layer's input.
@@ -229,14 +270,19 @@ class HwHConfig(PreTrainedConfig):
     linear_start_token: str | None = None
     linear_a_min: int | float = 0.0
     linear_a_max: int | float = 16.0
-    linear_dt_min: float = 0.001
-    linear_dt_max: float = 0.1
+    linear_dt_min: int | float = 0.001
+    linear_dt_max: int | float = 0.1
 
     def __post_init__(self, **kwargs):
+        # Everything below derives from these.
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            validate_at_least(field, getattr(self, field), 1)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        for field in ("num_key_value_heads", "head_dim"):
+            validate_at_least(field, getattr(self, field), 1)
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, num_key_value_heads {self.num_key_value_heads}: "
@@ -246,8 +292,9 @@ class HwHConfig(PreTrainedConfig):
         for field, value in LINEAR_PRESETS[self.preset].items():
             if getattr(self, field) is None:
                 setattr(self, field, value)
-        self.linear_key_head_dim = self.linear_key_head_dim or self.head_dim
-        self.linear_value_head_dim = self.linear_value_head_dim or self.head_dim
+        for field in ("linear_key_head_dim", "linear_value_head_dim"):
+            if getattr(self, field) is None:
+                setattr(self, field, self.head_dim)
 
         if self.full_attention_heads is None:
             self.full_attention_heads = default_full_attention_heads(
@@ -268,6 +315,13 @@ class HwHConfig(PreTrainedConfig):
         # Layers may differ in MLP width; readers outside of the zoo get the configured width and not an error.
         self.allow_global_per_layer_attribute_access = True
         self.auto_map = {**AUTO_MAP, **(kwargs.pop("auto_map", None) or {})}
+        for layer, fields in (kwargs.get("per_layer_config") or {}).items():
+            if others := sorted(set(fields) - {"intermediate_size"}):
+                raise ValueError(
+                    f"per_layer_config[{layer}] sets {others[0]!r}: layers may differ in intermediate_size only"
+                )
+            width = fields.get("intermediate_size", self.intermediate_size)
+            validate_at_least(f"per_layer_config[{layer}]['intermediate_size']", width, 1)
         super().__post_init__(**kwargs)
 
     def _layer_type(self, layer: int) -> str:
@@ -299,12 +353,27 @@ class HwHConfig(PreTrainedConfig):
                 f"linear_rope is True, linear_key_head_dim {self.linear_key_head_dim}, head_dim {self.head_dim}: "
                 "rotated linear heads share the angles of the layer, so the two must be equal"
             )
-        if self.linear_conv_kernel_dim < 1:
-            raise ValueError(f"linear_conv_kernel_dim is {self.linear_conv_kernel_dim}: give at least 1 tap")
-        if self.logit_scaling_base is not None and self.logit_scaling_base <= 1:
-            raise ValueError(f"logit_scaling_base is {self.logit_scaling_base}: give a number above 1")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window is {self.sliding_window}: give at least 1 token, or None")
+        validate_activation("hidden_act", self.hidden_act)
+        validate_activation("linear_conv_activation", self.linear_conv_activation)
+        validate_rope_parameters(self.rope_parameters)
+        for field in ("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
+            validate_at_least(field, getattr(self, field), 1)
+        validate_range("rms_norm_eps", self.rms_norm_eps, 0)
+        validate_range("initializer_range", self.initializer_range, 0)
+        validate_range("attention_dropout", self.attention_dropout, 0, 1, below=True)
+        validate_range("linear_a_min", self.linear_a_min, 0)
+        validate_range("linear_a_max", self.linear_a_max, max(self.linear_a_min, 1e-4))
+        validate_range("linear_dt_min", self.linear_dt_min, 0, above=True)
+        validate_range("linear_dt_max", self.linear_dt_max, self.linear_dt_min)
+        if self.logit_scaling_base is not None:
+            validate_range("logit_scaling_base", self.logit_scaling_base, 1, above=True)
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id is {self.pad_token_id}, vocab_size {self.vocab_size}: give a token of the vocabulary, "
+                "or None"
+            )
+        if self.sliding_window is not None:
+            validate_at_least("sliding_window", self.sliding_window, 2, " tokens, or None")
         if self.sliding_window is None and self.sliding_window_layers:
             raise ValueError(
                 f"sliding_window_layers is {self.sliding_window_layers}, but sliding_window is None: give both"
@@ -361,6 +430,7 @@ class HwHConfig(PreTrainedConfig):
             period: layers per full-attention layer of the layer-wise hybrid.
         """
         validate_choice("kind", kind, ("transformer", "gdn", "layerwise"))
+        validate_at_least("period", period, 1)
         every, none = list(range(self.num_attention_heads)), []
         full_layers = {
             "transformer": lambda layer: True,
