@@ -123,7 +123,7 @@ def _layer_caches(model: nn.Module) -> tuple[LayerCache, ...]:
         layer = getattr(module, "layer_idx", None)
         if isinstance(module, GatedDeltaNet):
             recurrent[layer] += module.num_heads * module.key_dim * module.value_dim * torch.float32.itemsize
-            conv[layer] += module.conv1d.in_channels * module.history_length * itemsize
+            conv[layer] += module.history_channels * module.history_length * itemsize
             known.add(layer)
         elif layer is not None and hasattr(module, "k_proj") and hasattr(module, "v_proj"):
             token[layer] += (module.k_proj.out_features + module.v_proj.out_features) * itemsize

@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import (
+    and_masks,
     create_causal_mask,
     create_sliding_window_causal_mask,
     packed_sequence_mask_function,
@@ -30,7 +31,16 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import RMSNorm, RotaryEmbedding, SoftmaxAttention
 from .gated_delta_net import GatedDeltaNet, LogDecay
-from .sequence_layout import SequenceLayout, default_position_ids, lay_out, read_documents, read_padding
+from .sequence_layout import (
+    SequenceLayout,
+    check_shapes,
+    default_position_ids,
+    has_inner_padding,
+    lay_out,
+    read_documents,
+    read_padding,
+    real_token_window,
+)
 
 
 class GatedMLP(nn.Module):
@@ -86,6 +96,10 @@ def build_attention_masks(
     Returns:
         `"full_attention"` and `"sliding_attention"`: what the attention implementation takes;
         `"linear_attention"`: `[B, T]`, True at real tokens, None when nothing is padded.
+
+    Raises:
+        ValueError: padding between real tokens where a window must be counted over it: in a cache, which keeps places
+            and not tokens, or by flash attention, which takes no mask.
     """
     masks = {"linear_attention": read_padding(attention_mask, inputs_embeds.shape[1])}
     arguments = {
@@ -98,7 +112,19 @@ def build_attention_masks(
     if config.has_global_attention:
         masks["full_attention"] = create_causal_mask(**arguments)
     if config.has_sliding_attention:
-        masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
+        if not has_inner_padding(attention_mask):
+            masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
+        elif cache is None and "flash" not in (config._attn_implementation or ""):
+            window = real_token_window(attention_mask, config.sliding_window)
+            others = [] if document_ids is None else [packed_sequence_mask_function(document_ids)]
+            arguments["and_mask_function"] = and_masks(window, *others)
+            masks["sliding_attention"] = create_causal_mask(**arguments)
+        else:
+            raise ValueError(
+                "attention_mask has padding between real tokens, and a sliding window is counted over places in a "
+                "cache and in flash attention: put the padding on the left, or pass the whole rows without a cache and "
+                "with attn_implementation='sdpa'"
+            )
     return masks
 
 
@@ -161,6 +187,9 @@ class DecoderModel(DecoderPreTrainedModel):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], SequenceLayout]:
         """Positions, masks and layout of one pass. Raises `ValueError` for packed rows that can't be kept apart."""
         batch_size, length = inputs_embeds.shape[:2]
+        check_shapes(
+            batch_size, length, attention_mask if isinstance(attention_mask, torch.Tensor) else None, position_ids
+        )
         # `generate` makes the masks itself when the forward pass is compiled; the rows are then never packed.
         masks, padding = (attention_mask, None) if isinstance(attention_mask, dict) else (None, attention_mask)
         documents = None

@@ -105,7 +105,12 @@ def chunk_gated_delta_rule(
 
     Longer chunks round more in float32 where keys are correlated, and are no faster. The backward pass keeps the
     arguments and one state per 256 tokens, and recomputes the rest; it cannot be differentiated again.
+
+    Raises:
+        ValueError: `chunk_size` is smaller than 1.
     """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}: give at least 1 token")
     length = key.shape[1]
     inputs = (query, key, value, _reset_decay(log_decay, segment_ids), beta)
     if length % chunk_size:
@@ -155,6 +160,8 @@ def fla_gated_delta_rule(
 
 def _check_shapes(query, key, value, log_decay, beta, initial_state, segment_ids):
     batch, length, heads, key_dim = key.shape
+    if length == 0:
+        raise ValueError(f"key has shape {tuple(key.shape)}: give at least one token")
     expected = {
         "query": (query, (batch, length, heads, key_dim)),
         "value": (value, (batch, length, heads, value.shape[-1])),

@@ -101,13 +101,20 @@ class GatedDeltaNet(nn.Module):
         self.b_proj = nn.Linear(config.hidden_size, num_heads, bias=False)
         self.decay = LogDecay(config, num_heads)
         self.conv1d = ShortConvolution(2 * keys + values, config.linear_conv_kernel_dim)
-        # One past token is kept even without a convolution: an empty history marks a row that has read nothing.
+        # A row that has read nothing is told by one more channel of the history, 1 where it holds a token: what the
+        # projections make of a token may be zero. It takes one past token, even without a convolution.
+        self.marks_tokens = config.linear_start_token == "value"
         self.history_length = max(config.linear_conv_kernel_dim - 1, 1)
         self.activation = ACT2FN[config.linear_conv_activation]
         self.o_norm = RMSNorm(self.value_dim, config.rms_norm_eps) if config.linear_output_norm else None
         gate_width = {"none": 0, "headwise": num_heads, "elementwise": values}[config.linear_output_gate]
         self.g_proj = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
         self.head_scale = nn.Parameter(torch.ones(num_heads)) if config.linear_head_scale else None
+
+    @property
+    def history_channels(self) -> int:
+        """Numbers that the cache keeps of each past token for the convolution."""
+        return self.conv1d.in_channels + self.marks_tokens
 
     def _with_history(self, mixed: torch.Tensor, cache: Cache | None) -> torch.Tensor:
         """`[B, T, C]` -> `[B, P + T, C]`: the row behind the last tokens that the cache kept, or behind zeros."""
@@ -128,7 +135,7 @@ class GatedDeltaNet(nn.Module):
 
     def _start_tokens(self, extended: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         """`[B, T]`: the first token of each document. A row whose history is empty has read nothing yet."""
-        is_fresh = (extended[:, : self.history_length] == 0).all(dim=2).all(dim=1)
+        is_fresh = (extended[:, : self.history_length, -1] == 0).all(dim=1)
         length = extended.shape[1] - self.history_length
         row_start = nn.functional.pad(is_fresh[:, None], (0, length - 1), value=False)
         later_starts = layout.first_tokens()
@@ -152,8 +159,11 @@ class GatedDeltaNet(nn.Module):
         batch_size, length = hidden_states.shape[:2]
         hidden_states = layout.blank_padding(layout.compact(hidden_states))
         mixed = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], dim=-1)
+        if self.marks_tokens:
+            mixed = torch.cat([mixed, layout.blank_padding(mixed.new_ones(batch_size, length, 1))], dim=-1)
         extended = self._with_history(mixed, cache)
-        mixed = self.activation(self.conv1d(extended, length, layout.segment_ids))
+        channels = self.conv1d.in_channels
+        mixed = self.activation(self.conv1d(extended[..., :channels], length, layout.segment_ids))
         if cache is not None:
             self._remember(extended, layout, cache)
         keys = self.num_heads * self.key_dim

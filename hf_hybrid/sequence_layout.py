@@ -6,6 +6,7 @@ cache all equal the plain run of each sequence alone, every recurrent mixer work
 tokens of a row first, in order, its padding last, and the documents of a packed row numbered.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,51 @@ def read_padding(attention_mask: torch.Tensor | None, length: int) -> torch.Tens
     return own
 
 
+def has_inner_padding(attention_mask: torch.Tensor | None) -> bool:
+    """Whether padding stands between two real tokens of a row of `attention_mask` `[B, S]`; False inside a trace."""
+    if attention_mask is None or attention_mask.ndim != 2 or _is_tracing():
+        return False
+    count = attention_mask.bool().cumsum(dim=1)
+    return bool((~attention_mask.bool() & (count > 0) & (count < count[:, -1:])).any())
+
+
+def real_token_window(attention_mask: torch.Tensor, window: int) -> Callable:
+    """A mask function (as transformers' masking utilities take them): the last `window` real tokens, itself included.
+
+    Args:
+        attention_mask: `[B, S]`, nonzero = real; S places are both asked and looked at.
+        window: in tokens.
+    """
+    count = attention_mask.long().cumsum(dim=1)
+
+    def inside(batch_idx, head_idx, q_idx, kv_idx):
+        return count[batch_idx, q_idx] - count[batch_idx, kv_idx] < window
+
+    return inside
+
+
+def check_shapes(
+    batch_size: int, length: int, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> None:
+    """Raises `ValueError` where there is nothing to read, or a mask or positions do not fit `[batch_size, length]`."""
+    if batch_size == 0 or length == 0:
+        raise ValueError(f"the input is {batch_size} rows of {length} tokens: give at least one row of one token")
+    if attention_mask is not None and attention_mask.ndim == 2:
+        rows, columns = attention_mask.shape
+        if rows != batch_size or columns < length:
+            raise ValueError(
+                f"attention_mask has shape [{rows}, {columns}], but the input is [{batch_size}, {length}]: give a "
+                "column for each cached and each new token"
+            )
+    if position_ids is not None and (
+        position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch_size) or position_ids.shape[1] != length
+    ):
+        raise ValueError(
+            f"position_ids have shape {list(position_ids.shape)}, but the input is [{batch_size}, {length}]: give one "
+            "position a token"
+        )
+
+
 def read_documents(
     position_ids: torch.Tensor | None,
     is_real: torch.Tensor | None,
@@ -125,15 +171,17 @@ def read_documents(
         `[B, T]` document numbers, or None when each row is one document.
 
     Raises:
-        ValueError: `cu_seq_lens` with more than one row, or not ending at T.
+        ValueError: `cu_seq_lens` with more than one row, or not growing from 0 to T.
     """
     if cu_seq_lens is not None:
         if batch_size != 1:
             raise ValueError(
                 f"cu_seq_lens describes one flattened row, but the batch has {batch_size} rows: flatten it to [1, T]"
             )
-        if not _is_tracing() and int(cu_seq_lens[-1]) != length:
-            raise ValueError(f"cu_seq_lens ends at {int(cu_seq_lens[-1])}, but the row has {length} tokens")
+        if not _is_tracing():
+            ends = cu_seq_lens.tolist()
+            if ends[:1] != [0] or ends[-1] != length or ends != sorted(ends):
+                raise ValueError(f"cu_seq_lens is {ends}: give lengths summed up, from 0 to the row's {length} tokens")
         places = torch.arange(length, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
         return torch.bucketize(places, cu_seq_lens[1:], right=True)[None]
     if position_ids is None or length == 1:

@@ -1,5 +1,7 @@
 """Padding, packing, chunks, caches and generation: all equal the plain run of each sequence alone."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from families import alone, assert_same, build, every_model, place, random_tokens
@@ -8,10 +10,14 @@ from transformers import DynamicCache, StaticCache
 LENGTHS = [5, 9, 13]
 
 
-def skip_if_a_window_counts_padding(model):
-    """transformers' sliding masks and caches count places, so a window over padding inside a row sees fewer tokens."""
-    if getattr(model.config, "has_sliding_attention", False):
-        pytest.skip("sliding windows count places, padding inside a row included, as in every transformers model")
+@contextmanager
+def refused_for_windows(model, has_inner_padding):
+    """Stock caches keep places and not tokens, so a window cannot be counted over padding that stands in one."""
+    if has_inner_padding and model.config.has_sliding_attention:
+        with pytest.raises(ValueError, match=r"padding between real tokens.*put the padding on the left"):
+            yield
+    else:
+        yield
 
 
 @every_model
@@ -19,8 +25,6 @@ def skip_if_a_window_counts_padding(model):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_padding(case, where, batch):
     model = build(case)
-    if where == "interior":
-        skip_if_a_window_counts_padding(model)
     sequences = [random_tokens(n, seed=n) for n in LENGTHS[:batch]]
     tokens, mask, places = place(sequences, 15, where)
     with torch.no_grad():
@@ -31,14 +35,19 @@ def test_padding(case, where, batch):
 
 @every_model
 def test_padding_in_bfloat16(case):
-    model = build(case).to(torch.bfloat16)
-    skip_if_a_window_counts_padding(model)
+    model = build(case)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "embed" not in parameter_name:
+                # Small enough that bfloat16's own rounding stays below the bound; a token too many moves logits by 5 %.
+                parameter.mul_(0.5)
+    model = model.to(torch.bfloat16)
     sequence = random_tokens(9, seed=1)
     tokens, mask, places = place([sequence, random_tokens(12, seed=2)], 15, "interior")
     with torch.no_grad():
         logits = model(tokens, attention_mask=mask).logits
     expected = alone(model, sequence)
-    assert_same(logits[0, places[0]], expected, tolerance=2e-2)
+    assert_same(logits[0, places[0]], expected, tolerance=1e-2)
 
 
 @every_model
@@ -54,7 +63,6 @@ def test_packed_documents(case, given, attention):
     if given in ("cu_seq_lens", "both"):
         arguments["cu_seq_lens_q"] = torch.tensor([0, 5, 14, 27], dtype=torch.int32)
     if given == "position_ids and mask":
-        skip_if_a_window_counts_padding(model)
         # Two rows, the second one with padding between and inside its documents.
         places = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:27].sort().values
         tokens, mask, positions = (
@@ -106,19 +114,19 @@ def test_chunks_then_decode(case, kind, chunks):
 @pytest.mark.parametrize("where", ["left", "right", "interior"])
 def test_padded_chunks_then_decode(case, kind, where):
     model = build(case)
-    if where != "left":
-        skip_if_a_window_counts_padding(model)
     sequences = [random_tokens(n, seed=n) for n in LENGTHS]
     tokens, mask, places = place(sequences, 16, where)
     # Each row goes on after its padding, and its first chunks may hold padding only.
     tail = random_tokens(3, 4, seed=11)
     tokens, mask = torch.cat([tokens, tail], 1), torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], 1)
     cache, pieces, start = make_cache(kind, model), [], 0
-    with torch.no_grad():
+    with torch.no_grad(), refused_for_windows(model, where != "left"):
         for size in [1, 4, 2, 9, 1, 1, 2]:
             stop = start + size
             pieces.append(model(tokens[:, start:stop], attention_mask=mask[:, :stop], cache=cache).logits)
             start = stop
+    if start < tokens.shape[1]:
+        return
     logits = torch.cat(pieces, dim=1)
     for row, sequence in enumerate(sequences):
         index = torch.cat([places[row], torch.arange(16, 20)])
