@@ -32,14 +32,40 @@ _FAMILIES = [
 ]
 
 
-class _ImportedAtFirstUse(type):
-    """The type of what stands for a model class in an Auto class's table until something of it is asked for."""
+class _ModelClass:
+    """Stands for a model class in an Auto class's table until the class is imported, and acts as that class."""
 
-    def __getattr__(cls, attribute):
-        return getattr(__getattr__(cls.__name__), attribute)
+    def __init__(self, name: str, module: str, config_class: type):
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = module
+        self.config_class = config_class
 
-    def __call__(cls, *args, **kwargs):
-        return __getattr__(cls.__name__)(*args, **kwargs)
+    def _imported(self) -> type:
+        return __getattr__(self.__name__)
+
+    def __getattr__(self, attribute: str):
+        return getattr(self._imported(), attribute)
+
+    def __call__(self, *args, **kwargs):
+        return self._imported()(*args, **kwargs)
+
+    def __mro_entries__(self, bases: tuple) -> tuple[type]:
+        return (self._imported(),)
+
+    def __instancecheck__(self, instance) -> bool:
+        return isinstance(instance, self._imported())
+
+    def __subclasscheck__(self, subclass) -> bool:
+        return issubclass(subclass, self._imported())
+
+    def __eq__(self, other) -> bool:
+        return self is other or self._imported() is other
+
+    def __hash__(self) -> int:
+        return hash(self._imported())
+
+    def __reduce__(self):
+        return __getattr__, (self.__name__,)
 
 
 def __getattr__(name: str):
@@ -53,6 +79,10 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def _class_names(config, models) -> list[str]:
     return [config.__name__.replace("Config", "PreTrainedModel"), *models.values()]
 
@@ -60,8 +90,7 @@ def _class_names(config, models) -> list[str]:
 for _config, _module_name, _models in _FAMILIES:
     AutoConfig.register(_config.model_type, _config)
     for _auto, _name in _models.items():
-        _members = {"config_class": _config, "__module__": f"{__name__}.{_module_name}"}
-        _auto.register(_config, _ImportedAtFirstUse(_name, (), _members))
+        _auto.register(_config, _ModelClass(_name, f"{__name__}.{_module_name}", _config))
 
 __all__ = [config.__name__ for config, _, _ in _FAMILIES]
 __all__ += [name for config, _, models in _FAMILIES for name in _class_names(config, models)]
