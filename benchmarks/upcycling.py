@@ -31,7 +31,6 @@ from hf_hybrid.conversion.source_model import load_source
 from hf_hybrid.conversion.text_data import heldout_windows
 
 ALLOCATIONS = ("rpd", "random", "inverted", "layerwise")
-RIDGE = 1e-2
 RESULTS = Path(__file__).parent / "results" / "upcycling.json"
 
 
@@ -115,11 +114,11 @@ def main():
         allocation = allocate(head_map, full_attention_share=0.25, strategy=name, seed=arguments.seed)
         if not done(name, "calibrated"):
             hybrid, data = fresh(allocation, name), text(8192, 512)
-            calibrate(exact, hybrid, data.sequences, data.starts, strength=RIDGE)
+            calibrate(exact, hybrid, data.sequences, data.starts)
             record(name, "calibrated", **measured(hybrid))
         if not done(name, "aligned"):
             hybrid, data = fresh(allocation, name), text(65536, 256)
-            settings = AlignSettings(ridge=RIDGE, seed=arguments.seed)
+            settings = AlignSettings(seed=arguments.seed)
             align(exact, hybrid, data.sequences, data.starts, settings, checkpoint=work / f"{name}.layers")
             hybrid.save_pretrained(work / f"{name}-aligned")
             record(name, "aligned", **measured(hybrid))

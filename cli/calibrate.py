@@ -21,36 +21,9 @@ def calibrate(
     revision: Annotated[str | None, typer.Option(help="Revision of a hub SOURCE.")] = None,
 ) -> None:
     """Fit the output projections of a converted model in closed form."""
-    from hf_hybrid.cli.progress import layer_progress
-    from hf_hybrid.conversion.calibrate import calibrate as fit
-    from hf_hybrid.conversion.healing import healing_text, load_pair, refuse_existing, write_healed
+    from hf_hybrid.cli.heal import heal
+    from hf_hybrid.conversion.calibrate import CalibrateSettings
 
-    refuse_existing(out)
-    pair = load_pair(hybrid, source, gguf_file=gguf_file, revision=revision)
-    data = healing_text(pair.tokenizer, text, num_tokens=tokens, length=length, num_starts=starts, seed=seed)
-    with layer_progress("calibrate", pair.hybrid.config.num_hidden_layers) as advance:
-        errors = fit(
-            pair.source,
-            pair.hybrid,
-            data.sequences,
-            data.starts,
-            start_weight=start_weight,
-            strength=ridge,
-            progress=advance,
-        )
-    stage = {
-        "stage": "calibrate",
-        "tokens": data.sequences.numel(),
-        "length": length,
-        "starts": starts,
-        "start_weight": start_weight,
-        "ridge": ridge,
-        "seed": seed,
-        "text_digest": data.digest,
-        "missed_energy": round(sum(after for _, after in errors) / len(errors), 4),
-    }
-    write_healed(pair, out, stage)
-    typer.echo(
-        f"wrote {out}: share of the attention outputs' energy that is missed, mean over layers, "
-        f"{sum(before for before, _ in errors) / len(errors):.3f} -> {stage['missed_energy']:.3f}"
-    )
+    settings = CalibrateSettings(start_weight=start_weight, ridge=ridge)
+    rows = {"num_tokens": tokens, "length": length, "num_starts": starts, "seed": seed}
+    heal(hybrid, source, out, settings, text, rows, gguf_file=gguf_file, revision=revision)

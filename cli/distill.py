@@ -28,14 +28,9 @@ def distill(
     revision: Annotated[str | None, typer.Option(help="Revision of a hub SOURCE.")] = None,
 ) -> None:
     """Train a converted model towards its source."""
-    import shutil
-    from dataclasses import asdict
+    from hf_hybrid.cli.heal import heal
+    from hf_hybrid.conversion.distill import AlignSettings
 
-    from hf_hybrid.cli.progress import layer_progress
-    from hf_hybrid.conversion.distill import AlignSettings, align
-    from hf_hybrid.conversion.healing import healing_text, load_pair, refuse_existing, write_healed
-
-    refuse_existing(out)
     settings = AlignSettings(
         epochs=epochs,
         batch_rows=batch_rows,
@@ -44,25 +39,5 @@ def distill(
         ridge=ridge,
         seed=seed,
     )
-    pair = load_pair(hybrid, source, gguf_file=gguf_file, revision=revision)
-    data = healing_text(pair.tokenizer, text, num_tokens=tokens, length=length, num_starts=starts, seed=seed)
-    checkpoint = out.with_name(f"{out.name}.{stage.value}")
-    with layer_progress(stage.value, pair.hybrid.config.num_hidden_layers) as advance:
-        errors = align(
-            pair.source, pair.hybrid, data.sequences, data.starts, settings, checkpoint=checkpoint, progress=advance
-        )
-    record = {
-        "stage": stage.value,
-        "tokens": data.sequences.numel(),
-        "length": length,
-        "starts": starts,
-        **asdict(settings),
-        "text_digest": data.digest,
-        "missed_energy": round(sum(after for _, after in errors) / len(errors), 4),
-    }
-    write_healed(pair, out, record)
-    shutil.rmtree(checkpoint)
-    typer.echo(
-        f"wrote {out}: share of the attention outputs' energy that is missed, mean over layers, "
-        f"{sum(before for before, _ in errors) / len(errors):.3f} -> {record['missed_energy']:.3f}"
-    )
+    rows = {"num_tokens": tokens, "length": length, "num_starts": starts, "seed": seed}
+    heal(hybrid, source, out, settings, text, rows, gguf_file=gguf_file, revision=revision)

@@ -58,7 +58,7 @@ def eval(
 
     from rich.console import Console
 
-    from hf_hybrid.conversion.atomic_file import write_json
+    from hf_hybrid.conversion.files import write_json
     from hf_hybrid.eval.page import write_page
     from hf_hybrid.eval.results import summary
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid.conversion.atomic_file import write_atomically
+from hf_hybrid.conversion.files import write_atomically
 from hf_hybrid.conversion.head_map import GRANULARITIES, HeadMap
 
 FORMAT = "hf_hybrid.allocation"

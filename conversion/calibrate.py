@@ -18,6 +18,27 @@ from torch import Tensor
 
 from hf_hybrid import HwHForCausalLM
 from hf_hybrid.conversion.layerwise import LayerRunner, Rows, walk_layers
+from hf_hybrid.validators import validate_range
+
+
+@dataclass(frozen=True)
+class CalibrateSettings:
+    """How a layer is fitted.
+
+    Attributes:
+        start_weight: weight of a first token's squared error against another token's.
+        ridge: strength of the ridge regression, relative to the features' mean energy.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    start_weight: float = 20.0
+    ridge: float = 1e-2
+
+    def __post_init__(self):
+        validate_range("start_weight", self.start_weight, 0)
+        validate_range("ridge", self.ridge, 0, above=True)
 
 
 @dataclass
@@ -97,12 +118,11 @@ def calibrate_layer(
     hybrid: HwHForCausalLM,
     layer: int,
     groups: list[Rows],
+    settings: CalibrateSettings,
     *,
-    start_weight: float,
-    strength: float,
     fit_gains: bool = True,
 ) -> tuple[float, float]:
-    """Fits one layer's head scales and output projection in place.
+    """Fits one layer's output projection in place, and with `fit_gains` one scale per linear head before it.
 
     Returns:
         The share of the target's energy that is missed before and after, first tokens left out.
@@ -115,7 +135,7 @@ def calibrate_layer(
         size = max(1, 4096 // group.tokens.shape[1])
         for inputs, targets in zip(group.inputs.split(size), group.targets.split(size), strict=True):
             features, targets = runner.heads(layer, inputs), targets - bias
-            starts.add(features[:, :1], targets[:, :1], start_weight)
+            starts.add(features[:, :1], targets[:, :1], settings.start_weight)
             if features.shape[1] > 1:
                 rest.add(features[:, 1:], targets[:, 1:])
     weight = mixer.o_proj.weight
@@ -136,7 +156,7 @@ def calibrate_layer(
         rest = rest.scaled(factors)
         if config.linear_start_token != "value":
             starts = starts.scaled(factors)
-    fitted = ridge(rest + starts, weight, strength)
+    fitted = ridge(rest + starts, weight, settings.ridge)
     weight.copy_(fitted)
     return before, rest.error(weight)
 
@@ -146,10 +166,8 @@ def calibrate(
     hybrid: HwHForCausalLM,
     sequences: Tensor,
     start_tokens: Tensor,
+    settings: CalibrateSettings = CalibrateSettings(),
     *,
-    start_weight: float = 20.0,
-    strength: float = 1e-2,
-    fit_gains: bool = True,
     progress: Callable[[int, float, float], None] | None = None,
 ) -> list[tuple[float, float]]:
     """Fits every layer of `hybrid` in place, first to last.
@@ -159,9 +177,7 @@ def calibrate(
         hybrid: the converted model, float32.
         sequences: training text, `[S, T]` tokens.
         start_tokens: `[N]` tokens that each stand alone in a row of their own, for the attention sink.
-        start_weight: weight of a first token's error against another token's.
-        strength: ridge strength, relative to the features' mean energy.
-        fit_gains: fit one scale per linear head before the projection.
+        settings: how.
         progress: called with the layer and its error before and after.
 
     Returns:
@@ -169,9 +185,7 @@ def calibrate(
     """
     errors = []
     for layer, groups in walk_layers(source, [sequences, start_tokens[:, None]]):
-        errors.append(
-            calibrate_layer(hybrid, layer, groups, start_weight=start_weight, strength=strength, fit_gains=fit_gains)
-        )
+        errors.append(calibrate_layer(hybrid, layer, groups, settings))
         if progress is not None:
             progress(layer, *errors[-1])
     return errors

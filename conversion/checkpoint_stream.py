@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_hybrid.conversion.atomic_file import atomic_file, write_json
+from hf_hybrid.conversion.files import atomic_file, write_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -29,7 +29,6 @@ from yaml import YAMLError
 
 from hf_hybrid import HwHConfig, HwHForCausalLM
 from hf_hybrid.conversion.allocate import Allocation
-from hf_hybrid.conversion.atomic_file import write_json
 from hf_hybrid.conversion.checkpoint_stream import (
     FLOAT_DTYPES,
     INDEX,
@@ -44,6 +43,7 @@ from hf_hybrid.conversion.checkpoint_stream import (
     write_index,
     write_shard,
 )
+from hf_hybrid.conversion.files import write_json
 from hf_hybrid.conversion.head_map import HeadMap
 from hf_hybrid.conversion.model_card import model_card
 from hf_hybrid.conversion.source_architectures import (

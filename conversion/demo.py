@@ -3,7 +3,6 @@
 Every stage writes its own file or folder and is skipped when that is there already, so a stopped demo goes on.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -19,11 +18,13 @@ from hf_hybrid import HwHForCausalLM
 from hf_hybrid.conversion import measure
 from hf_hybrid.conversion.allocate import Allocation, allocate, cache_bytes_per_token
 from hf_hybrid.conversion.analyze import analyze_heads
-from hf_hybrid.conversion.calibrate import calibrate
+from hf_hybrid.conversion.calibrate import CalibrateSettings
 from hf_hybrid.conversion.convert import convert
-from hf_hybrid.conversion.distill import AlignSettings, align
+from hf_hybrid.conversion.distill import AlignSettings
+from hf_hybrid.conversion.files import write_json
 from hf_hybrid.conversion.head_map import HeadMap
-from hf_hybrid.conversion.healing import Pair, healing_text, load_exact, load_hybrid, write_healed
+from hf_hybrid.conversion.healing import healing_text, load_exact, load_hybrid, load_pair
+from hf_hybrid.conversion.healing_stages import run_stage
 from hf_hybrid.conversion.report import write_report
 from hf_hybrid.conversion.source_model import load_source
 from hf_hybrid.conversion.text_data import heldout_windows
@@ -31,7 +32,6 @@ from hf_hybrid.conversion.text_data import heldout_windows
 # Tokens per row: many short rows make many steps of the same text.
 CALIBRATION_LENGTH, ALIGN_LENGTH = 512, 256
 STARTS = 192
-RIDGE = 1e-2
 CALIBRATION_TOKENS = 8192
 # Budgets of the align stage, in tokens: what fits a demo of minutes, and the longer recipe.
 BUDGETS = {"short": 16384, "long": 65536}
@@ -116,33 +116,20 @@ def run_demo(source: str | Path, out: str | Path, *, budget: str, bar: Bar, say:
     del model
     exact = load_exact(source)
 
-    def heal(start: str, name: str, folder: Path, tokens: int, settings: AlignSettings | None) -> None:
+    def heal(start: str, name: str, folder: Path, tokens: int, settings: CalibrateSettings | AlignSettings) -> None:
         folders[name] = folder
         if folder.exists():
             return
-        hybrid = load_hybrid(folders[start])
-        pair = Pair(folders[start], exact, hybrid, tokenizer, torch.float32)
-        length = CALIBRATION_LENGTH if settings is None else ALIGN_LENGTH
+        length = ALIGN_LENGTH if isinstance(settings, AlignSettings) else CALIBRATION_LENGTH
         text = healing_text(tokenizer, None, num_tokens=tokens, length=length, num_starts=STARTS, seed=0)
-        stage = {"stage": "calibrate" if settings is None else "align", "tokens": tokens, "length": length}
-        stage |= {"starts": STARTS, "text_digest": text.digest}
         with bar(name, layers) as advance:
-            if settings is None:
-                errors = calibrate(exact, hybrid, text.sequences, text.starts, strength=RIDGE, progress=advance)
-                stage |= {"ridge": RIDGE, "seed": 0}
-            else:
-                checkpoint = folder.with_name(f"{folder.name}.layers")
-                errors = align(
-                    exact, hybrid, text.sequences, text.starts, settings, checkpoint=checkpoint, progress=advance
-                )
-                stage |= asdict(settings)
-        stage["missed_energy"] = round(sum(after for _, after in errors) / len(errors), 4)
-        write_healed(pair, folder, stage)
+            run_stage(load_pair(folders[start], exact), text, settings, folder, progress=advance)
 
     tokens = BUDGETS[budget]
-    heal("raw", "calibrated", out / "calibrated", CALIBRATION_TOKENS, None)
-    heal("inverted raw", "inverted calibrated", out / "inverted-calibrated", CALIBRATION_TOKENS, None)
-    heal("raw", "aligned", out / f"aligned-{budget}", tokens, AlignSettings(ridge=RIDGE))
+    heal("raw", "calibrated", out / "calibrated", CALIBRATION_TOKENS, CalibrateSettings())
+    inverted = out / "inverted-calibrated"
+    heal("inverted raw", "inverted calibrated", inverted, CALIBRATION_TOKENS, CalibrateSettings())
+    heal("raw", "aligned", out / f"aligned-{budget}", tokens, AlignSettings())
 
     del folders["inverted raw"]
     order = ["source", "raw", "calibrated", "aligned", "inverted calibrated"]
@@ -160,7 +147,7 @@ def run_demo(source: str | Path, out: str | Path, *, budget: str, bar: Bar, say:
         "calibration_tokens": CALIBRATION_TOKENS,
         "rows": [asdict(row) for row in rows],
     }
-    (out / f"results-{budget}.json").write_text(json.dumps(results, indent=2) + "\n")
+    write_json(out / f"results-{budget}.json", results)
     return rows
 
 

@@ -6,7 +6,7 @@ projection ([`calibrate_layer`]) stands before and after the descent: before, so
 after, since the best projection of the trained heads has a closed form.
 """
 
-import json
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from hf_hybrid import HwHForCausalLM
-from hf_hybrid.conversion.atomic_file import write_atomically, write_json
-from hf_hybrid.conversion.calibrate import calibrate_layer
+from hf_hybrid.conversion.calibrate import CalibrateSettings, calibrate_layer
+from hf_hybrid.conversion.files import read_json, write_atomically, write_json
 from hf_hybrid.conversion.healing import HealingError
 from hf_hybrid.conversion.layerwise import LayerRunner, Rows, walk_layers
+from hf_hybrid.validators import validate_at_least, validate_range
 
 SETTINGS = "settings.json"
 
@@ -36,6 +37,9 @@ class AlignSettings:
         start_weight: weight of a first token's squared error against another token's.
         ridge: strength of the ridge regressions before and after, see [`calibrate`].
         seed: of the order of the sequences.
+
+    Raises:
+        ValueError: a number is out of its range.
     """
 
     epochs: int = 1
@@ -44,6 +48,17 @@ class AlignSettings:
     start_weight: float = 20.0
     ridge: float = 1e-2
     seed: int = 0
+
+    def __post_init__(self):
+        validate_at_least("epochs", self.epochs, 1)
+        validate_at_least("batch_rows", self.batch_rows, 1)
+        validate_range("learning_rate", self.learning_rate, 0, above=True)
+        self.calibration  # noqa: B018 (it checks its own two)
+
+    @property
+    def calibration(self) -> CalibrateSettings:
+        """Of the regressions before and after."""
+        return CalibrateSettings(self.start_weight, self.ridge)
 
 
 def align_layer(hybrid: HwHForCausalLM, layer: int, groups: list[Rows], settings: AlignSettings) -> tuple[float, float]:
@@ -117,9 +132,8 @@ def align(
         HealingError: `checkpoint` holds layers of a run with other settings, text or model.
     """
     if checkpoint is not None:
-        _open_checkpoint(checkpoint, settings, sequences, start_tokens, hybrid)
+        _open_checkpoint(checkpoint, settings, sequences, start_tokens, source, hybrid)
     errors = []
-    ridge = {"start_weight": settings.start_weight, "strength": settings.ridge}
     for layer, groups in walk_layers(source, [sequences, start_tokens[:, None]]):
         mixer = hybrid.model.layers[layer].token_mixer
         saved = None if checkpoint is None else checkpoint / f"layer-{layer:03d}.safetensors"
@@ -128,9 +142,9 @@ def align(
             errors.append(tuple(state.pop("errors").tolist()))
             mixer.load_state_dict(state)
         else:
-            before, _ = calibrate_layer(hybrid, layer, groups, **ridge)
+            before, _ = calibrate_layer(hybrid, layer, groups, settings.calibration)
             align_layer(hybrid, layer, groups, settings)
-            _, after = calibrate_layer(hybrid, layer, groups, **ridge, fit_gains=False)
+            _, after = calibrate_layer(hybrid, layer, groups, settings.calibration, fit_gains=False)
             errors.append((before, after))
             if saved is not None:
                 state = {name: tensor.contiguous() for name, tensor in mixer.state_dict().items()}
@@ -142,23 +156,39 @@ def align(
 
 
 def _open_checkpoint(
-    folder: Path, settings: AlignSettings, sequences: Tensor, start_tokens: Tensor, hybrid: HwHForCausalLM
+    folder: Path,
+    settings: AlignSettings,
+    sequences: Tensor,
+    start_tokens: Tensor,
+    source: HwHForCausalLM,
+    hybrid: HwHForCausalLM,
 ):
     """Makes the folder, or checks that it belongs to the same run."""
     run = {
         "settings": asdict(settings),
-        "sequences": [*sequences.shape, int(sequences.sum())],
-        "start_tokens": [*start_tokens.shape, int(start_tokens.sum())],
-        "full_attention_heads": hybrid.config.full_attention_heads,
-        "hybrid": sum(parameter.double().abs().sum().item() for parameter in hybrid.parameters()),
+        "sequences": _digest(sequences),
+        "start_tokens": _digest(start_tokens),
+        "source": _digest(*source.state_dict().values()),
+        "hybrid": _digest(*hybrid.state_dict().values()),
     }
     path = folder / SETTINGS
     if path.is_file():
-        found = json.loads(path.read_text())
+        found = read_json(path, error=HealingError)
         if different := [name for name in run if found.get(name) != run[name]]:
             raise HealingError(
                 f"{folder} keeps layers of another run (other {', '.join(different)}): finish it as it was started, or "
                 "remove it"
             )
-        return
-    write_json(path, run)
+    elif folder.exists() and any(entry.name != f"{SETTINGS}.tmp" for entry in folder.iterdir()):
+        raise HealingError(f"{folder} is not a folder of finished layers (no {SETTINGS}): move it out of the way")
+    else:
+        write_json(path, run)
+
+
+def _digest(*tensors: Tensor) -> str:
+    """sha256 over shapes, dtypes and contents."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from hf_hybrid.conversion.atomic_file import write_atomically
+from hf_hybrid.conversion.files import write_atomically
 
 FORMAT = "hf_hybrid.head_map"
 VERSION = 1

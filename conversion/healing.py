@@ -1,20 +1,23 @@
 """What the healing stages share: opening the two models, choosing the text, writing the healed folder."""
 
-import json
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_hybrid import HwHConfig, HwHForCausalLM
 from hf_hybrid.conversion import text_data
+from hf_hybrid.conversion.checkpoint_stream import FLOAT_DTYPES, ShardReader
 from hf_hybrid.conversion.convert import convert
+from hf_hybrid.conversion.files import atomic_folder, read_json, write_json
+from hf_hybrid.conversion.source_model import load_complete
+from hf_hybrid.validators import validate_at_least
 
 RECORD = "healing.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "*.py")
@@ -24,7 +27,7 @@ class HealingError(ValueError):
     """The models or the text do not fit a healing stage; the message says what is wrong and what would be right."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pair:
     """A source and the hybrid that was made from it, both in float32 and evaluation mode.
 
@@ -32,58 +35,98 @@ class Pair:
         folder: the hybrid's folder.
         source: the source model in exact HwH form.
         hybrid: the model to heal.
-        tokenizer: theirs.
-        dtype: what the hybrid's weights were stored in, and will be.
+        dtypes: what each tensor of the hybrid is stored in, and will be.
+        record: the stages that the hybrid has gone through.
     """
 
     folder: Path
     source: HwHForCausalLM
     hybrid: HwHForCausalLM
-    tokenizer: PreTrainedTokenizerBase
-    dtype: torch.dtype
+    dtypes: dict[str, torch.dtype]
+    record: list[dict[str, Any]]
 
 
-def load_hybrid(folder: str | Path) -> HwHForCausalLM:
-    """A converted model in float32. Raises `HealingError` unless `folder` holds an HwH checkpoint."""
-    if not (Path(folder) / "config.json").is_file():
+def check_hybrid(folder: str | Path) -> Path:
+    """The folder as a path. Raises `HealingError` unless it holds an HwH model, by its configuration."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
         raise HealingError(f"{folder} is not a model folder: it has no config.json; make one with hf-hybrid convert")
     config = AutoConfig.from_pretrained(folder)
     if not isinstance(config, HwHConfig):
         raise HealingError(
             f"{folder} holds a {config.model_type} model: healing works on HwH models (hf-hybrid convert)"
         )
-    return HwHForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return folder
+
+
+def load_hybrid(folder: str | Path) -> HwHForCausalLM:
+    """A converted model in float32.
+
+    Raises:
+        HealingError: `folder` holds no HwH model.
+        SourceError: it holds one, but not all of its tensors.
+    """
+    return load_complete(HwHForCausalLM, check_hybrid(folder), dtype=torch.float32).eval()
 
 
 def load_exact(source: str | Path, *, gguf_file: str | None = None, revision: str | None = None) -> HwHForCausalLM:
     """The source model as an HwH model with every head full and rotated, in float32: the same function."""
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         convert(source, Path(folder) / "exact", exact=True, dtype=torch.float32, gguf_file=gguf_file, revision=revision)
-        return HwHForCausalLM.from_pretrained(Path(folder) / "exact").eval()
+        return load_complete(HwHForCausalLM, source, Path(folder) / "exact").eval()
 
 
 def load_pair(
-    hybrid: str | Path, source: str | Path, *, gguf_file: str | None = None, revision: str | None = None
+    hybrid: str | Path,
+    source: str | Path | HwHForCausalLM,
+    *,
+    gguf_file: str | None = None,
+    revision: str | None = None,
 ) -> Pair:
-    """Opens both models. Raises `HealingError` when their sizes show that one wasn't made from the other."""
-    student = load_hybrid(hybrid)
-    teacher = load_exact(source, gguf_file=gguf_file, revision=revision)
+    """Opens both models; the source may be one that `load_exact` gave.
+
+    Raises:
+        HealingError: one was not made from the other, by their sizes or by the tensors that conversion and healing
+            leave alone (embedding, norms, MLPs, head).
+        SourceError: one of them is incomplete.
+    """
+    student, folder = load_hybrid(hybrid), Path(hybrid)
+    record = read_json(folder / RECORD, list, HealingError) if (folder / RECORD).is_file() else []
+    given = source if isinstance(source, str | Path) else "the source"
+    teacher = load_exact(source, gguf_file=gguf_file, revision=revision) if isinstance(source, str | Path) else source
     for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
         ours, theirs = getattr(student.config, field), getattr(teacher.config, field)
         if ours != theirs:
             raise HealingError(
-                f"{hybrid} has {field} {ours}, {source} has {theirs}: give the model that it was made from"
+                f"{hybrid} has {field} {ours}, {given} has {theirs}: give the model that it was made from"
             )
-    dtype = AutoConfig.from_pretrained(hybrid).dtype or torch.float32
-    return Pair(Path(hybrid), teacher, student, AutoTokenizer.from_pretrained(hybrid), dtype)
+    reader = ShardReader(folder)
+    dtypes = {name: FLOAT_DTYPES[spec.dtype] for name, spec in reader.specs.items()}
+    reader.close()
+    ours, theirs = student.state_dict(), teacher.state_dict()
+    for name, dtype in dtypes.items():
+        if "token_mixer" not in name and not ours[name].to(dtype).equal(theirs[name].to(dtype)):
+            raise HealingError(
+                f"{hybrid} and {given} differ in {name}, which conversion copies and healing leaves alone: give the "
+                "model that it was made from"
+            )
+    return Pair(folder, teacher, student, dtypes, record)
 
 
 @dataclass(frozen=True)
 class HealingText:
-    """Training rows: `sequences` `[S, T]` of text, and `starts` `[N]`, each to stand alone in a row of its own."""
+    """Training rows.
+
+    Attributes:
+        sequences: `[S, T]` tokens of text.
+        starts: `[N]` tokens, each to stand alone in a row of its own.
+        seed: of the start tokens.
+        digest: of the whole text.
+    """
 
     sequences: Tensor
     starts: Tensor
+    seed: int
     digest: str
 
 
@@ -100,10 +143,13 @@ def healing_text(
 
     Raises:
         HealingError: the text is too short, or less than one row is asked for.
+        ValueError: `length` or `num_starts` is too small.
     """
+    validate_at_least("length", length, 2, " tokens a row")
+    validate_at_least("starts", num_starts, 1, " row of one start token")
     rows = num_tokens // length
-    if rows < 1 or length < 2:
-        raise HealingError(f"{num_tokens} tokens in rows of {length}: ask for at least one row of at least 2 tokens")
+    if rows < 1:
+        raise HealingError(f"{num_tokens} tokens in rows of {length}: ask for at least one row")
     tokens = text_data.training_tokens(tokenizer, path)
     if len(tokens) < rows * length:
         raise HealingError(
@@ -113,34 +159,33 @@ def healing_text(
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(tokenizer), (num_starts,), generator=generator)
     digest = text_data.text_digest(text_data.load_text(path))
-    return HealingText(tokens[: rows * length].view(rows, length), starts, digest)
+    return HealingText(tokens[: rows * length].view(rows, length), starts, seed, digest)
 
 
-def refuse_existing(out: str | Path) -> Path:
-    """Raises `FileExistsError` when `out` is there already."""
-    out = Path(out)
-    if out.exists():
-        raise FileExistsError(f"{out} exists and is not overwritten. Choose another folder, or remove it.")
-    return out
-
-
-def write_healed(pair: Pair, out: str | Path, stage: dict[str, Any]) -> Path:
+def write_healed(pair: Pair, out: str | Path, stage: dict[str, Any]) -> None:
     """Writes the healed model beside what the hybrid's folder held, and appends `stage` to its record.
 
-    The folder appears under its name when it is complete.
+    The folder appears under its name when it is complete. `pair.hybrid` is rounded to what it is stored in.
+
+    Raises:
+        HealingError: a value is not finite; nothing is written.
     """
-    out = refuse_existing(out)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(pair.folder, partial, ignore=shutil.ignore_patterns(*WEIGHTS, "__pycache__"))
-    pair.hybrid.to(pair.dtype).save_pretrained(partial)
-    pair.hybrid.float()
-    record = partial / RECORD
-    stages = json.loads(record.read_text()) if record.is_file() else []
-    record.write_text(json.dumps([*stages, stage], indent=2) + "\n")
-    card = partial / "README.md"
-    if card.is_file():
-        settings = ", ".join(f"{name} {value}" for name, value in stage.items() if name != "stage")
-        card.write_text(f"{card.read_text().rstrip()}\n\n## Healing: {stage['stage']}\n\n{settings}.\n")
-    partial.rename(out)
-    return out
+    for name, parameter in pair.hybrid.named_parameters():
+        if not parameter.isfinite().all():
+            raise HealingError(
+                f"{name} has values that are not finite after the stage {stage['stage']!r}, so nothing is written: "
+                "check the source's weights, or take a smaller learning rate or a stronger ridge"
+            )
+    with atomic_folder(out) as folder:
+        ignored = shutil.ignore_patterns(*WEIGHTS, "__pycache__")
+        shutil.copytree(pair.folder, folder, ignore=ignored, dirs_exist_ok=True)
+        for name, parameter in pair.hybrid.named_parameters():
+            # Each in its own: decay parameters are float32 whatever the model's dtype is.
+            parameter.data = parameter.data.to(pair.dtypes[name])
+        pair.hybrid.save_pretrained(folder)
+        pair.hybrid.float()
+        write_json(folder / RECORD, [*pair.record, stage])
+        card = folder / "README.md"
+        if card.is_file():
+            settings = ", ".join(f"{name} {value}" for name, value in stage.items() if name != "stage")
+            card.write_text(f"{card.read_text().rstrip()}\n\n## Healing: {stage['stage']}\n\n{settings}.\n")

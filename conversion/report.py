@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from hf_hybrid.conversion.allocate import Allocation, AllocationError
-from hf_hybrid.conversion.atomic_file import write_atomically
+from hf_hybrid.conversion.files import write_atomically
 from hf_hybrid.conversion.head_map import HeadMap
 from hf_hybrid.conversion.head_scores import gpband
 

@@ -6,8 +6,13 @@ import struct
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+# What the libraries raise for files that they cannot make sense of, beside Python's own errors.
+FORMAT_ERRORS = (StrictDataclassError, SafetensorError, struct.error)
 
 
 class SourceError(ValueError):
@@ -32,7 +37,7 @@ def load_source(
         revision: of a hub repository.
     Raises:
         SourceError: if there is no such model, it is quantised (a GGUF file is unpacked instead), it is not a causal
-            language model that transformers knows, or it has no tokenizer.
+            language model that transformers knows, tensors are missing or of another shape, or it has no tokenizer.
         ImportError: if it is a GGUF file and the package `gguf` is missing.
     """
     location, gguf_file = locate(model, gguf_file)
@@ -42,14 +47,50 @@ def load_source(
     else:
         # Otherwise the weights may stay packed, depending on which kernels are installed.
         options["quantization_config"] = GgufConfig(dequantize=True)
-    loaded = _read(
+    device = _checked_device(device)
+    loaded = load_complete(
         AutoModelForCausalLM, model, location, dtype=dtype, attn_implementation=attn_implementation, **options
     )
     # Head maps and reports name the model by this: a hub id as it is, a local one without the machine's path.
     path = Path(model)
     loaded.config._name_or_path = path.resolve().name if path.exists() else str(model)
     options.pop("quantization_config", None)
-    return loaded.to(device).eval(), _load_tokenizer(model, location, **options)
+    return loaded.to(device).eval(), load_tokenizer(model, location, **options)
+
+
+def load_complete(
+    model_class: type, name: str | Path, location: str | Path | None = None, **options
+) -> PreTrainedModel:
+    """`model_class.from_pretrained(location, **options)`, with every tensor from the checkpoint.
+
+    Args:
+        name: what messages call the model.
+        location: where it is; default: its name.
+
+    Raises:
+        SourceError: it cannot be read, or lacks a tensor that its configuration asks for, which transformers would
+            draw at random.
+    """
+    loaded, info = _read(model_class, name, location or name, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise SourceError(
+            f"{name} lacks {len(missing)} of the tensors that its configuration asks for, first {missing[0]!r}: fetch "
+            "or make the model again"
+        )
+    return loaded
+
+
+def load_tokenizer(model: str | Path, location: str | Path | None = None, **options) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model `model`, which lies at `location`. Raises `SourceError` if there is none."""
+    missing = f"{model} has no usable tokenizer; put the tokenizer's files (tokenizer.json, ...) beside the weights"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(location or model, **options)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(f"{missing}: {_first_line(error)}") from error
+    # Without files transformers may hand out the architecture's tokenizer with an empty vocabulary.
+    if not tokenizer("A", add_special_tokens=False)["input_ids"]:
+        raise SourceError(missing)
+    return tokenizer
 
 
 def locate(model: str | Path, gguf_file: str | None) -> tuple[str, str | None]:
@@ -80,24 +121,25 @@ def _refuse_quantised(model: str | Path, config) -> None:
         raise SourceError(f"{model} is quantised ({method}); use the unquantised checkpoint that it was made from")
 
 
-def _load_tokenizer(model: str | Path, location: str, **options) -> PreTrainedTokenizerBase:
-    missing = f"{model} has no usable tokenizer; put the tokenizer's files (tokenizer.json, ...) beside the weights"
+def _checked_device(device: torch.device | str) -> torch.device | str:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(location, **options)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SourceError(f"{missing}: {_first_line(error)}") from error
-    # Without files transformers may hand out the architecture's tokenizer with an empty vocabulary.
-    if not tokenizer("A", add_special_tokens=False)["input_ids"]:
-        raise SourceError(missing)
-    return tokenizer
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise SourceError(
+            f"device is {str(device)!r}, which cannot be used here: {_first_line(error)}; give cpu, or a device of "
+            "this machine"
+        ) from error
+    return device
 
 
-def _read(auto_class, model: str | Path, location: str, **options):
+def _read(auto_class: type, model: str | Path, location: str | Path, **options):
     try:
         return auto_class.from_pretrained(location, **options)
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, *FORMAT_ERRORS) as error:
         raise SourceError(f"cannot read the model {model}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    # The strict data classes' first line only says which of their checks failed.
+    text = str(getattr(error, "__cause__", None) or error) if isinstance(error, StrictDataclassError) else str(error)
+    return (text.strip() or type(error).__name__).splitlines()[0]

@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from hf_hybrid.conversion.atomic_file import write_atomically
+from hf_hybrid.conversion.files import write_atomically
 from hf_hybrid.eval.results import Cell, by_depth
 from hf_hybrid.eval.runner import Curve
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_hybrid.conversion.atomic_file import write_json
+from hf_hybrid.conversion.files import write_json
 
 VERSION = 1
 

@@ -77,7 +77,7 @@ def test_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr("hf_hybrid.conversion.atomic_file.os.replace", fail)
+    monkeypatch.setattr("hf_hybrid.conversion.files.os.replace", fail)
     with pytest.raises(OSError, match="no space left"):
         make_map(model="another").save(path)
     assert HeadMap.load(path).metadata["model"] == "a/model"

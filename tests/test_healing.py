@@ -1,21 +1,23 @@
 """Calibration and alignment: closed forms against float64 references, resuming, and the commands end to end."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_hybrid.cli.main import app
 from hf_hybrid.conversion import measure
-from hf_hybrid.conversion.calibrate import Moments, calibrate, fit_head_gains, ridge
+from hf_hybrid.conversion.calibrate import CalibrateSettings, Moments, calibrate, fit_head_gains, ridge
 from hf_hybrid.conversion.convert import convert
 from hf_hybrid.conversion.distill import AlignSettings, align
 from hf_hybrid.conversion.healing import HealingError, load_exact, load_hybrid, load_pair
 from hf_hybrid.conversion.layerwise import LayerRunner, walk_layers
+from hf_hybrid.conversion.source_model import SourceError
 
 HEADS = [[0, 1], [], [2, 3, 4, 5]]
 ALL = [list(range(6))] * 3
@@ -132,7 +134,7 @@ def test_calibrating_the_source_itself_changes_nothing(source):
 def test_calibration_lowers_the_error_and_keeps_first_tokens(source, raw):
     exact, hybrid = load_exact(source), load_hybrid(raw)
     untouched = {name: value.clone() for name, value in hybrid.named_parameters() if "o_proj" not in name}
-    errors = calibrate(exact, hybrid, random_rows(24, 30), torch.arange(91), start_weight=1e4)
+    errors = calibrate(exact, hybrid, random_rows(24, 30), torch.arange(91), CalibrateSettings(start_weight=1e4))
     assert all(after < before for before, after in errors)
     changed = {
         name for name, value in hybrid.named_parameters() if name in untouched and not value.equal(untouched[name])
@@ -171,6 +173,13 @@ def test_alignment_resumes_with_the_same_result(source, raw, tmp_path):
         assert torch.equal(resumed.get_parameter(name), parameter), name
     with pytest.raises(HealingError, match="other settings"):
         align(exact, load_hybrid(raw), rows, starts, AlignSettings(seed=1), checkpoint=tmp_path)
+    with pytest.raises(HealingError, match="other sequences, start_tokens"):
+        align(exact, load_hybrid(raw), rows.flip(0), starts.flip(0), settings, checkpoint=tmp_path)
+    with torch.no_grad():
+        weight = exact.model.layers[2].token_mixer.o_proj.weight
+        weight[:2] = weight[:2].flip(0)
+    with pytest.raises(HealingError, match="other source"):
+        align(exact, load_hybrid(raw), rows, starts, settings, checkpoint=tmp_path)
 
 
 def test_the_commands_end_to_end(source, raw, text, tmp_path):
@@ -194,21 +203,122 @@ def test_the_commands_end_to_end(source, raw, text, tmp_path):
     assert model(random_rows()).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("--tokens", 10), "at least one row"),
-        (("--tokens", 10**6), "training tokens"),
-        (("--text", "nowhere.txt"), "nowhere.txt"),
-    ],
-    ids=["no row", "short text", "no text"],
-)
-def test_bad_input_is_named_before_anything_is_written(source, raw, text, tmp_path, change, message):
-    arguments = ["calibrate", raw, source, tmp_path / "out", "--text", text, *change]
+def refused(message, *arguments):
+    """Runs a command that must end with one line that says `message`."""
     result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == 1
-    assert message in result.output
+    assert result.exit_code == 1, result.output
+    assert message in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize("command", ["calibrate", "distill"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--tokens", 10, "at least one row"),
+        ("--tokens", 10**6, "training tokens"),
+        ("--length", 1, "length is 1"),
+        ("--length", 0, "length is 0"),
+        ("--starts", 0, "starts is 0"),
+        ("--starts", -1, "starts is -1"),
+        ("--ridge", "nan", "ridge is nan"),
+        ("--ridge", 0, "ridge is 0"),
+        ("--start-weight", "inf", "start_weight is inf"),
+        ("--start-weight", -1, "start_weight is -1"),
+        ("--text", "nowhere.txt", "nowhere.txt"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_written(source, raw, text, tmp_path, command, option, value, message):
+    refused(message, command, raw, source, tmp_path / "out", "--text", text, option, value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--epochs", 0, "epochs is 0"),
+        ("--batch-rows", -2, "batch_rows is -2"),
+        ("--learning-rate", "nan", "learning_rate is nan"),
+        ("--learning-rate", -1e-3, "learning_rate is -0.001"),
+    ],
+)
+def test_bad_settings_of_the_descent_are_named(source, raw, text, tmp_path, option, value, message):
+    refused(message, "distill", raw, source, tmp_path / "out", "--text", text, option, value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def weights_of(folder):
+    (path,) = folder.glob("*.safetensors")
+    return path, load_file(path)
+
+
+def test_a_source_of_the_same_sizes_is_not_mistaken_for_the_right_one(source, raw, text, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    path, weights = weights_of(other)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+    save_file(weights, path, metadata={"format": "pt"})
+    options = ("--text", text, "--tokens", 64, "--length", 32)
+    refused("differ in model.layers.1.mlp.up_proj.weight", "calibrate", raw, other, tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_incomplete_hybrid_is_refused(source, raw, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(raw, broken)
+    path, weights = weights_of(broken)
+    taken = weights.pop("model.layers.2.token_mixer.o_proj.weight")
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=r"lacks 1 .* first 'model.layers.2.token_mixer.o_proj.weight'"):
+        load_pair(broken, source)
+    save_file({**weights, "model.layers.2.token_mixer.o_proj.weight": taken[:-1].clone()}, path)
+    with pytest.raises(SourceError, match="broken"):
+        load_pair(broken, source)
+
+
+def test_results_that_are_not_finite_are_not_written(source, raw, text, tmp_path):
+    names = {}
+    for name, folder in (("source", source), ("raw", raw)):
+        names[name] = tmp_path / name
+        shutil.copytree(folder, names[name])
+        path, weights = weights_of(names[name])
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("inf")
+        save_file(weights, path, metadata={"format": "pt"})
+    options = ("--text", text, "--tokens", 64, "--length", 32, "--starts", 4)
+    refused("not finite", "calibrate", names["raw"], names["source"], tmp_path / "out", *options)
+    assert {path.name for path in tmp_path.iterdir()} == set(names)
+
+
+def test_what_lies_in_the_way_is_left_alone(source, raw, text, tmp_path):
+    foreign = tmp_path / "out.align" / "diary.txt"
+    foreign.parent.mkdir()
+    foreign.write_text("mine")
+    options = ("--text", text, "--tokens", 64, "--length", 32, "--starts", 4)
+    refused("is not a folder of finished layers", "distill", raw, source, tmp_path / "out", *options)
+    refused("is a file", "calibrate", raw, source, foreign / "out", *options)
+    assert foreign.read_text() == "mine" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ("{}", "must hold a JSON array")])
+def test_a_broken_record_is_refused_first(source, raw, text, tmp_path, content, message):
+    broken = tmp_path / "broken"
+    shutil.copytree(raw, broken)
+    (broken / "healing.json").write_text(content)
+    options = ("--text", text, "--tokens", 64, "--length", 32)
+    refused(message, "calibrate", broken, source, tmp_path / "out", *options)
+
+
+def test_every_tensor_keeps_the_dtype_it_is_stored_in(source, text, tmp_path):
+    """Decay parameters are float32 in a model of any dtype, and would lose by rounding."""
+    convert(source, tmp_path / "half", heads=HEADS, dtype=torch.bfloat16)
+    options = ("--text", text, "--tokens", 64, "--length", 32, "--starts", 4)
+    result = CliRunner().invoke(app, [*map(str, ["calibrate", tmp_path / "half", source, tmp_path / "out", *options])])
+    assert result.exit_code == 0, result.output
+    (_, before), (_, after) = weights_of(tmp_path / "half"), weights_of(tmp_path / "out")
+    assert {name: value.dtype for name, value in after.items()} == {name: value.dtype for name, value in before.items()}
+    assert after["model.layers.0.token_mixer.linear_attention.decay.dt_bias"].dtype == torch.float32
+    name = "model.layers.0.token_mixer.linear_attention.decay.dt_bias"
+    assert after[name].equal(before[name])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_other_models_and_existing_folders_are_refused(source, raw, tmp_path):
