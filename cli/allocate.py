@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from hf_hybrid.cli.options import SEEDS
+
 Strategy = StrEnum("Strategy", ["rpd", "inverted", "random", "uniform", "layerwise", "scores"])
 Granularity = StrEnum("Granularity", ["kv_group", "query_head"])
 
@@ -20,16 +22,16 @@ def allocate(
     granularity: Annotated[Granularity, typer.Option(help="What one unit is.")] = Granularity.kv_group,
     min_per_layer: Annotated[int, typer.Option(help="Fewest units in any layer.")] = 0,
     max_per_layer: Annotated[int | None, typer.Option(help="Most units in any layer.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the strategy random.")] = 0,
+    seed: Annotated[int, typer.Option(**SEEDS, help="Seed of the strategy random.")] = 0,
     period: Annotated[int | None, typer.Option(help="layerwise: every period-th layer, whatever the share.")] = None,
     num_attention_heads: Annotated[int | None, typer.Option(help="Query heads a layer; a .tsv needs it.")] = None,
     num_key_value_heads: Annotated[int | None, typer.Option(help="KV heads a layer; a .json needs it.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Choose which heads stay full attention, from a head map and a budget."""
-    if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists; name another --out, or pass --overwrite to replace it")
+    from hf_hybrid.conversion.files import require_place
 
+    require_place(out, overwrite=overwrite, remedy="pass --overwrite")
     from hf_hybrid.conversion.allocate import allocate as choose
     from hf_hybrid.conversion.head_map import load_head_map
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from hf_hybrid.cli.options import SEEDS
+
 Divergence = StrEnum("Divergence", ["js", "kl", "tv"])
 Ablation = StrEnum("Ablation", ["drop", "unrotate"])
 Dtype = StrEnum("Dtype", ["float32", "bfloat16", "float16", "auto"])
@@ -20,7 +22,7 @@ def analyze(
     queries: Annotated[int, typer.Option(min=1, help="Queries sampled from each window.")] = 64,
     divergence: Annotated[Divergence, typer.Option(help="Jensen-Shannon, Kullback-Leibler, total variation.")] = "kl",
     ablation: Annotated[Ablation, typer.Option(help="What RFIS does to a rotary pair.")] = "drop",
-    seed: Annotated[int, typer.Option(help="Seed of the sampled queries.")] = 0,
+    seed: Annotated[int, typer.Option(**SEEDS, help="Seed of the sampled queries.")] = 0,
     validate: Annotated[bool, typer.Option("--validate", help="Switch RoPE off in heads; print the loss.")] = False,
     gguf_file: Annotated[str | None, typer.Option(help="Which .gguf file of the folder or repository.")] = None,
     revision: Annotated[str | None, typer.Option(help="Of a hub repository.")] = None,
@@ -29,9 +31,11 @@ def analyze(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Measure every attention head of a RoPE model and write a head map."""
-    if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists; name another --out, or pass --overwrite to replace it")
+    from hf_hybrid.conversion.files import require_place
 
+    require_place(out, overwrite=overwrite, remedy="pass --overwrite")
+    if out.suffix != ".safetensors":
+        raise ValueError(f"--out is {out}: a head map is a safetensors file, name it .safetensors")
     from rich.console import Console
     from rich.progress import Progress
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from hf_hybrid.cli.options import SEEDS
+
 
 def calibrate(
     hybrid: Annotated[Path, typer.Argument(help="Folder that hf-hybrid convert or distill wrote.")],
@@ -16,7 +18,7 @@ def calibrate(
     starts: Annotated[int, typer.Option(help="Extra rows of one random start token, for the attention sink.")] = 192,
     start_weight: Annotated[float, typer.Option(help="Weight of a first token against another one.")] = 20.0,
     ridge: Annotated[float, typer.Option(help="Ridge strength, relative to the features' mean energy.")] = 1e-2,
-    seed: Annotated[int, typer.Option(help="Seed of the start tokens.")] = 0,
+    seed: Annotated[int, typer.Option(**SEEDS, help="Seed of the start tokens.")] = 0,
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file in SOURCE.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub SOURCE.")] = None,
 ) -> None:

@@ -30,7 +30,7 @@ def convert(
 
     An interrupted run is taken up by the same command. The result loads with trust_remote_code=True.
     """
-    overrides = dict(parse_override(text) for text in set or [])
+    overrides = parse_overrides(set or [])
 
     import torch
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -62,15 +62,22 @@ def convert(
     typer.echo(f"wrote {out}")
 
 
-def parse_override(text: str) -> tuple[str, object]:
-    """`FIELD=JSON` -> name and value. Raises ValueError for anything else."""
-    name, separator, value = text.partition("=")
-    try:
-        if separator:
-            return name, json.loads(value)
-    except json.JSONDecodeError:
-        pass
-    raise ValueError(f'--set {text!r} is not FIELD=JSON, such as linear_rope=true or linear_start_token="recurrent"')
+def parse_overrides(texts: list[str]) -> dict[str, object]:
+    """`FIELD=JSON` each -> values by name. Raises ValueError for anything else, and for a field given twice."""
+    overrides = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            # json accepts NaN and Infinity, which JSON does not have.
+            content = json.loads(value, parse_constant=lambda constant: json.loads(constant.lower()))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(
+                f'--set {text!r} is not FIELD=JSON, such as linear_rope=true or linear_start_token="recurrent"'
+            ) from error
+        if name in overrides:
+            raise ValueError(f"--set gives {name} twice: {overrides[name]!r} and {content!r}; give it once")
+        overrides[name] = content
+    return overrides
 
 
 def describe(record: dict) -> str:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from hf_hybrid.cli.options import SEEDS
+
 Stage = StrEnum("Stage", ["align"])
 
 
@@ -23,7 +25,7 @@ def distill(
     starts: Annotated[int, typer.Option(help="Extra rows of one random start token, for the attention sink.")] = 192,
     start_weight: Annotated[float, typer.Option(help="Weight of a first token against another one.")] = 20.0,
     ridge: Annotated[float, typer.Option(help="Ridge strength before and after each layer's training.")] = 1e-2,
-    seed: Annotated[int, typer.Option(help="Seed of the order and of the start tokens.")] = 0,
+    seed: Annotated[int, typer.Option(**SEEDS, help="Seed of the order and of the start tokens.")] = 0,
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file in SOURCE.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub SOURCE.")] = None,
 ) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from hf_hybrid.cli.options import SEEDS
+
 Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
 
 
@@ -17,7 +19,7 @@ def eval(
     lengths: Annotated[str, typer.Option(help="Tokens of the model, joined by commas.")] = "1024,2048,4096",
     depths: Annotated[str | None, typer.Option(help="Where needles stand, 0 to 1, joined by commas.")] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Documents of each task and length.")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of the documents.")] = 42,
+    seed: Annotated[int, typer.Option(**SEEDS, help="Seed of the documents.")] = 42,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text; without it, Python's own documentation.")] = None,
     curve: Annotated[int, typer.Option(min=0, help="Stretches of text for the loss by position; 0 = none.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that are answered together.")] = 1,

@@ -15,10 +15,9 @@ def report(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False,
 ) -> None:
     """Write a page with pictures from a head map."""
-    page = out / "index.html"
-    if page.exists() and not overwrite:
-        raise FileExistsError(f"{page} exists; name another --out, or pass --overwrite to replace it")
+    from hf_hybrid.conversion.files import require_place
 
+    require_place(out / "index.html", overwrite=overwrite, remedy="pass --overwrite")
     from hf_hybrid.conversion.allocate import Allocation
     from hf_hybrid.conversion.head_map import load_head_map
     from hf_hybrid.conversion.report import write_report

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_hybrid.conversion.files import write_atomically
+from hf_hybrid.conversion.files import read_json, write_atomically
 from hf_hybrid.conversion.head_map import GRANULARITIES, HeadMap
 
 FORMAT = "hf_hybrid.allocation"
@@ -54,6 +54,19 @@ class Allocation:
     num_key_value_heads: int
 
     def __post_init__(self) -> None:
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise AllocationError(f"{name} is {value!r}, must be a whole number of at least 1")
+        for name, kinds in {"settings": dict, "model": str, "revision": (str, type(None)), "map_digest": str}.items():
+            if not isinstance(getattr(self, name), kinds):
+                raise AllocationError(f"{name} is {getattr(self, name)!r}, must be {_names(kinds)}")
+        if missing := {"strategy", "granularity", "full_attention_share"} - self.settings.keys():
+            raise AllocationError(f"settings lack {sorted(missing)[0]!r}")
+        if self.settings["granularity"] not in GRANULARITIES:
+            raise AllocationError(
+                f"granularity is {self.settings['granularity']!r}, must be one of {', '.join(GRANULARITIES)}"
+            )
         _check_grid("full_attention_heads", self.full_attention_heads, int)
         _check_grid("scores", self.scores, float)
         sizes = {len(layer) for layer in self.scores}
@@ -117,12 +130,8 @@ class Allocation:
         Raises:
             AllocationError: if the file is not an allocation, has another version, is inconsistent or does not fit.
         """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise AllocationError(f"{path} is not JSON: {error}") from error
-        kind = content.get("format") if isinstance(content, dict) else None
-        if kind != FORMAT:
+        content = read_json(path, error=AllocationError)
+        if (kind := content.get("format")) != FORMAT:
             raise AllocationError(f"{path} is not an allocation: its format is {kind!r}, must be {FORMAT!r}")
         if content.get("version") != VERSION:
             raise AllocationError(
@@ -144,6 +153,12 @@ def _check_grid(name: str, grid: Any, number: type) -> None:
     rows = grid if isinstance(grid, list) else [None]
     if not rows or not all(isinstance(row, list) and all(type(value) is number for value in row) for row in rows):
         raise AllocationError(f"{name} must be one list of {number.__name__} per layer")
+    if wrong := [value for row in rows for value in row if not math.isfinite(value)]:
+        raise AllocationError(f"{name} hold {wrong[0]}, must be finite")
+
+
+def _names(kinds: type | tuple[type, ...]) -> str:
+    return " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
 
 
 def allocate(
@@ -177,8 +192,8 @@ def allocate(
         raise AllocationError(f"strategy is {strategy!r}, must be one of {', '.join(STRATEGIES)}")
     if granularity not in GRANULARITIES:
         raise AllocationError(f"granularity is {granularity!r}, must be one of {', '.join(GRANULARITIES)}")
-    if not 0 <= full_attention_share <= 1:
-        raise AllocationError(f"full_attention_share is {full_attention_share}, must be in 0 .. 1")
+    if isinstance(full_attention_share, str) or not 0 <= full_attention_share <= 1:
+        raise AllocationError(f"full_attention_share is {full_attention_share!r}, must be a number in 0 .. 1")
     source = head_map.metadata["source"]
     if strategy == "rpd" and source != "hf_hybrid":
         raise AllocationError(f"strategy 'rpd' needs a map of RPD; the scores of {source} are ranked by 'scores'")

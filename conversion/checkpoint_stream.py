@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_hybrid.conversion.files import atomic_file, write_json
+from hf_hybrid.conversion.files import atomic_file, read_json, write_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -118,7 +118,9 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], None
     if (folder / INDEX).is_file():
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not (isinstance(weight_map, dict) and weight_map and all(map(_is_file_name, weight_map.values()))):
+            raise ValueError(f"{folder / INDEX} must have a 'weight_map' from tensor names to file names of the folder")
         files = [folder / name for name in sorted(set(weight_map.values()))]
         if missing := [path.name for path in files if not path.is_file()]:
             raise FileNotFoundError(f"{folder}: {INDEX} names {', '.join(missing)}, which is not there.")
@@ -133,6 +135,10 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
             else "."
         )
     )
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name == Path(name).name
 
 
 def fingerprint(path: Path, blocks: int = 16, block_bytes: int = 4096) -> str:

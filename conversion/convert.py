@@ -7,8 +7,9 @@ folder goes on where that one stopped.
 
 import json
 import math
-import os
+import operator
 import shutil
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,7 @@ from hf_hybrid.conversion.checkpoint_stream import (
     write_index,
     write_shard,
 )
-from hf_hybrid.conversion.files import write_json
+from hf_hybrid.conversion.files import read_json, require_place, write_json
 from hf_hybrid.conversion.head_map import HeadMap
 from hf_hybrid.conversion.model_card import model_card
 from hf_hybrid.conversion.source_architectures import (
@@ -137,16 +138,19 @@ def open_source(model: str | Path, *, revision: str | None = None, gguf_file: st
     tokenizer = None
     if gguf_file:
         weight_files = [folder / gguf_file]
-        raw_config = load_gguf_checkpoint(str(weight_files[0]), return_tensors=False)["config"]
+        try:
+            raw_config = load_gguf_checkpoint(str(weight_files[0]), return_tensors=False)["config"]
+        except (ValueError, KeyError, IndexError, struct.error) as error:
+            raise ValueError(f"{weight_files[0]} is not a GGUF file that transformers reads: {error}") from error
         architecture = source_architecture(raw_config)
         loaded, tokenizer = load_source(folder, gguf_file=gguf_file)
         config = loaded.config
         tied = {architecture.head} if config.tie_word_embeddings else set()
         reader = StateDictReader({name: value for name, value in loaded.state_dict().items() if name not in tied})
     else:
-        raw_config = json.loads((folder / "config.json").read_text())
+        raw_config = read_json(folder / "config.json")
         architecture = source_architecture(raw_config)
-        config = AutoConfig.from_pretrained(folder)
+        config = _usable(folder / "config.json", lambda: AutoConfig.from_pretrained(folder))
         reader = ShardReader(folder)
         weight_files = reader.files
     return Source(
@@ -161,6 +165,21 @@ def open_source(model: str | Path, *, revision: str | None = None, gguf_file: st
         reader=reader,
         tokenizer=tokenizer,
     )
+
+
+def _head_lists(heads: Sequence[Sequence[int]]) -> list[list[int]]:
+    try:
+        return [[operator.index(head) for head in layer] for layer in heads]
+    except TypeError as error:
+        raise ValueError(f"heads are {heads!r}: give one list of query heads, whole numbers, per layer.") from error
+
+
+def _usable(path: Path, build: Callable[[], Any]) -> Any:
+    """What `build` makes of a configuration file. Raises `ValueError` naming the file where it can't."""
+    try:
+        return build()
+    except Exception as error:  # transformers checks few values: a wrong one fails anywhere, as anything
+        raise ValueError(f"{path} is not usable by transformers: {type(error).__name__}: {error}") from error
 
 
 def convert(
@@ -208,13 +227,13 @@ def convert(
         FileExistsError: `out` exists, or an unfinished conversion with other arguments lies in its way.
         FileNotFoundError, ValueError: the source, the heads or an option does not fit; nothing has been written then.
     """
-    out = Path(out)
-    if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists and is not overwritten. Choose another folder, or remove it.")
-    if exact and (heads is not None or overrides):
-        raise ValueError("exact keeps every head as it is: give it without heads and overrides.")
+    out = require_place(out)
+    if exact and (heads is not None or overrides or head_map is not None):
+        raise ValueError("exact keeps every head as it is: give it without heads, head map and overrides.")
     if not exact and heads is None:
         raise ValueError("heads is not given: say which heads stay full attention (hf-hybrid allocate), or exact.")
+    if dtype not in (None, *FLOAT_DTYPES.values()):
+        raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(map(str, FLOAT_DTYPES.values()))}, or None.")
     opened = open_source(source, revision=revision, gguf_file=gguf_file)
     try:
         dropped = account_for_source(opened)
@@ -223,7 +242,7 @@ def convert(
             full_attention_heads = heads.full_attention_heads
         else:
             every_head = range(opened.config.num_attention_heads)
-            full_attention_heads = [every_head] * opened.config.num_hidden_layers if exact else heads
+            full_attention_heads = [every_head] * opened.config.num_hidden_layers if exact else _head_lists(heads)
         config = hwh_config(
             opened,
             full_attention_heads,
@@ -289,7 +308,7 @@ def hwh_config(
         ValueError: the heads or an override does not fit the source, or has no neutral start.
     """
     architecture, config = source.architecture, source.config
-    fields = architecture.hwh_fields(config)
+    fields = {"preset": preset, **architecture.hwh_fields(config)}
     fields["full_attention_heads"] = [sorted(layer) for layer in full_attention_heads]
     if keep_rope:
         rotated = architecture.rope_layers(config)
@@ -308,7 +327,7 @@ def hwh_config(
             f"overrides set {settled[0]!r} to {overrides[settled[0]]!r}, but the source and heads settle it."
         )
 
-    hwh = HwHConfig(preset=preset, **fields, **overrides)
+    hwh = HwHConfig(**fields, **overrides)
     if rotary_error and hwh.uses_rotary_positions:
         raise rotary_error
     hwh.dtype = dtype or FLOAT_DTYPES[source.reader.specs[architecture.embedding].dtype]
@@ -349,7 +368,10 @@ def account_for_source(source: Source) -> dict[str, str]:
             there that nothing explains.
     """
     architecture, specs = source.architecture, source.reader.specs
-    expected = _shapes(lambda: AutoModelForCausalLM.from_config(source.config), tied_head=architecture.head)
+    expected = _usable(
+        source.folder / "config.json",
+        lambda: _shapes(lambda: AutoModelForCausalLM.from_config(source.config), tied_head=architecture.head),
+    )
     for name, shape in expected.items():
         if name not in specs:
             raise ValueError(f"{source.name}: tensor {name} is missing; config.json asks for it, {list(shape)}.")
@@ -398,7 +420,7 @@ def _shapes(build: Callable[[], nn.Module], *, tied_head: str) -> dict[str, tupl
 
 def _shard_bytes(size: int | str) -> int:
     try:
-        num_bytes = convert_file_size_to_int(size)
+        num_bytes = convert_file_size_to_int(int(size) if isinstance(size, str) and size.isdecimal() else size)
     except ValueError:
         num_bytes = 0
     if num_bytes <= 0:
@@ -606,7 +628,7 @@ def _start_or_resume(folder: Path, record: dict[str, Any], shards: list[Shard]) 
     """Makes the working folder, or accepts one that was started with the same record."""
     path = folder / RECORD
     if path.is_file():
-        found = json.loads(path.read_text())
+        found = read_json(path)
         if found != record:
             other = [
                 f"{part}.{key}"

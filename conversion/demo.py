@@ -21,7 +21,7 @@ from hf_hybrid.conversion.analyze import analyze_heads
 from hf_hybrid.conversion.calibrate import CalibrateSettings
 from hf_hybrid.conversion.convert import convert
 from hf_hybrid.conversion.distill import AlignSettings
-from hf_hybrid.conversion.files import write_json
+from hf_hybrid.conversion.files import require_place, write_json
 from hf_hybrid.conversion.head_map import HeadMap
 from hf_hybrid.conversion.healing import healing_text, load_exact, load_hybrid, load_pair
 from hf_hybrid.conversion.healing_stages import run_stage
@@ -86,7 +86,7 @@ def run_demo(source: str | Path, out: str | Path, *, budget: str, bar: Bar, say:
     if budget not in BUDGETS:
         raise ValueError(f"budget is {budget!r}: give one of {', '.join(BUDGETS)}")
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    require_place(out, overwrite=out.is_dir())
     model, tokenizer = load_source(source)
     layers = model.config.num_hidden_layers
 

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from hf_hybrid.conversion.files import write_atomically
+from hf_hybrid.conversion.files import read_json, write_atomically
 
 FORMAT = "hf_hybrid.head_map"
 VERSION = 1
@@ -145,8 +145,8 @@ class HeadMap:
             FileNotFoundError: if there is none.
         """
         path = Path(path)
-        if not path.exists():
-            raise FileNotFoundError(f"head map {path} does not exist")
+        if not path.is_file():
+            raise FileNotFoundError(f"head map {path} is not a file: write one with hf-hybrid analyze")
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
@@ -180,9 +180,10 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
     for key, allowed in (("granularity", GRANULARITIES), ("folding", tuple(FOLDINGS)), ("source", SOURCES)):
         if metadata[key] not in allowed:
             raise HeadMapError(f"head map metadata: {key} is {metadata[key]!r}, must be one of {', '.join(allowed)}")
-    for key in ("num_attention_heads", "num_key_value_heads", "training_length"):
-        if metadata[key] is not None and metadata[key] < 1:
-            raise HeadMapError(f"head map metadata: {key} is {metadata[key]}, must be at least 1")
+    for key in ("num_attention_heads", "num_key_value_heads", "training_length", "head_dim"):
+        value = metadata.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise HeadMapError(f"head map metadata: {key} is {value!r}, must be a whole number of at least 1")
     heads, groups = metadata["num_attention_heads"], metadata["num_key_value_heads"]
     if heads % groups:
         raise HeadMapError(
@@ -265,7 +266,7 @@ def read_duo_attention(path: str | Path, *, num_attention_heads: int, model: str
     except ValueError as error:
         raise HeadMapError(f"{path} is not a table of numbers: {error}") from error
     config_path = path.with_name("config.json")
-    config = _read_json(config_path) if config_path.exists() else {}
+    config = read_json(config_path, error=HeadMapError) if config_path.exists() else {}
     return _imported_map(
         path,
         scores,
@@ -287,7 +288,7 @@ def read_retrieval_head(path: str | Path, *, num_key_value_heads: int, model: st
         HeadMapError: if a key, a list or a score is malformed, or a head of some layer is absent.
     """
     path = Path(path)
-    table = _read_json(path)
+    table = read_json(path, error=HeadMapError)
     if not table:
         raise HeadMapError(f'{path} is empty, must be an object {{"layer-head": [scores]}}')
     means: dict[tuple[int, int], float] = {}
@@ -362,16 +363,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise HeadMapError(f"{path} is not a text file: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise HeadMapError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise HeadMapError(f"{path} must be a JSON object, not {type(content).__name__}")
-    return content
 
 
 def _imported_map(path: Path, scores: list[list[float]], **metadata: Any) -> HeadMap:

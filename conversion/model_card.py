@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from hf_hybrid import HwHConfig
 from hf_hybrid.conversion.allocate import cache_bytes_per_token, draw_heads
+from hf_hybrid.conversion.inspect_model import inspect_config
 
 TEMPLATE = """\
 ---
@@ -66,14 +67,6 @@ In {dtype}; the recurrent states are float32.
 """
 
 
-def linear_state_bytes(config: HwHConfig, bytes_per_element: int) -> int:
-    """Bytes that the linear heads of one sequence keep, however long it is: float32 states and convolution inputs."""
-    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-    taps = max(config.linear_conv_kernel_dim - 1, 1)
-    per_head = 4 * key_dim * value_dim + bytes_per_element * taps * (2 * key_dim + value_dim)
-    return per_head * sum(config.num_attention_heads - len(heads) for heads in config.full_attention_heads)
-
-
 def model_card(
     config: HwHConfig,
     source: PreTrainedConfig,
@@ -102,6 +95,7 @@ def model_card(
     full = sum(len(heads) for heads in config.full_attention_heads)
     linear = config.num_attention_heads * config.num_hidden_layers - full
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.dtype.itemsize)
+    size = inspect_config(config)
     settings, origin = record["settings"], record["source"]
     name = origin["model"].split("/")[-1]
     rotated = sum(
@@ -120,8 +114,8 @@ def model_card(
         heads=draw_heads(config.full_attention_heads, config.num_attention_heads),
         allocation=_allocation(settings),
         source_cache=cache_bytes_per_token(every_head, *sizes),
-        cache=cache_bytes_per_token(config.full_attention_heads, *sizes),
-        states=linear_state_bytes(config, config.dtype.itemsize),
+        cache=size.token_bytes,
+        states=size.recurrent_bytes + size.conv_bytes,
         dtype=str(config.dtype).removeprefix("torch."),
         source=f"`{origin['model']}`" + (f" at revision `{origin['revision']}`" if origin["revision"] else ""),
         model_type=origin["model_type"],

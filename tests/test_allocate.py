@@ -175,7 +175,7 @@ def test_a_folded_map_gives_the_same_groups():
     [
         ({"strategy": "best"}, "strategy is 'best', must be one of rpd"),
         ({"granularity": "head"}, "granularity is 'head'"),
-        ({"full_attention_share": 1.5}, r"full_attention_share is 1.5, must be in 0 .. 1"),
+        ({"full_attention_share": 1.5}, r"full_attention_share is 1.5, must be a number in 0 .. 1"),
         ({"full_attention_share": float("nan")}, "full_attention_share is nan"),
         ({"minimum_per_layer": 1}, "the budget is 3 of 12 units in 6 layers of 2.*minimum_per_layer 1"),
         ({"maximum_per_layer": 0}, "the budget is 3 .* maximum_per_layer 0"),
@@ -222,6 +222,12 @@ def test_file_round_trip(tmp_path):
         ({"full_attention_heads": [[0], [4], [1]]}, r"layer 1 is \[4\].*in 0 .. 3"),
         ({"full_attention_heads": [[0], [1]]}, "scores have 3 layers .* the 2 layers of full_attention_heads"),
         ({"scores": [[0.5] * 3] * 3}, "scores have 3 units a layer, must have num_attention_heads 4"),
+        ({"scores": [[0.5, float("nan")]] * 3}, "scores hold nan, must be finite"),
+        ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0, must be a whole number"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"settings": ["rpd"]}, r"settings is \['rpd'\], must be dict"),
+        ({"settings": {"strategy": "rpd"}}, "settings lack 'full_attention_share'"),
+        ({"model": None}, "model is None, must be str"),
     ],
 )
 def test_refuses_files(tmp_path, change, message):

@@ -280,6 +280,8 @@ def test_sources_that_cannot_be_used_are_named(checkpoint, tmp_path):
         (two / "a.gguf", {}, "cannot read the model"),
         (checkpoint / "config.json", {}, "is a file; a model is a folder, a hub id or a .gguf file"),
         (tmp_path / "absent", {}, "cannot read the model"),
+        (checkpoint, {"device": "abacus"}, "device is 'abacus', which cannot be used here"),
+        (checkpoint, {"device": "cuda:77"}, "device is 'cuda:77', which cannot be used here"),
     ]
     for model, options, message in cases:
         with pytest.raises(SourceError, match=message):

@@ -511,6 +511,11 @@ def test_heads_without_rotary_need_no_theta(source, tmp_path):
         ({"exact": False}, "heads is not given"),
         ({"heads": ALL}, "exact keeps every head"),
         ({"overrides": {"linear_rope": True}}, "exact keeps every head"),
+        ({"head_map": head_map(torch.ones(LAYERS, HEADS))}, "exact keeps every head"),
+        ({"dtype": torch.int8}, "dtype is torch.int8"),
+        ({"exact": False, "heads": [None] * LAYERS}, "heads are .*one list of query heads"),
+        ({"exact": False, "heads": [[0.5], [], [], []]}, "heads are .*whole numbers"),
+        ({"exact": False, "heads": SPLIT, "overrides": {"preset": "upcycling"}}, "'preset' to 'upcycling', but the"),
         ({"exact": False, "heads": ALL[1:]}, "full_attention_heads has 3 layers"),
         ({"exact": False, "heads": [[0, 6], [], [], []]}, r"full_attention_heads\[0\] names query head 6"),
         ({"exact": False, "heads": SPLIT, "overrides": {"conv": 3}}, "'conv', which is no field"),
@@ -527,6 +532,50 @@ def test_heads_without_rotary_need_no_theta(source, tmp_path):
 )
 def test_options_that_do_not_fit(source, tmp_path, options, message):
     refused(source, tmp_path / "out", message, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 0}, "config.json"),
+        ({"hidden_act": "swish9"}, "config.json.*swish9"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "config.json.*spiral|spiral"),
+        ({"dtype": 3}, "config.json"),
+        ({"num_hidden_layers": "four"}, "config.json.*num_hidden_layers"),
+        ({"vocab_size": None}, "config.json"),
+        ({"head_dim": -8}, "config.json"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_configurations_that_describe_no_model(source, tmp_path, changes, message):
+    edit_config(source, **changes)
+    refused(source, tmp_path / "out", message)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "[1, 2]", "config.json must hold a JSON object, not list"),
+        ("config.json", "{", "config.json is not JSON"),
+        ("model.safetensors.index.json", "[]", "index.json must hold a JSON object"),
+        ("model.safetensors.index.json", "{}", "index.json must have a 'weight_map'"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', "index.json must have a 'weight_map'"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "../b"}}', "index.json must have a 'weight_map'"),
+    ],
+)
+def test_json_files_that_hold_something_else(source, tmp_path, name, text, message):
+    (source / name).write_text(text)
+    refused(source, tmp_path / "out", message)
+
+
+def test_a_file_that_is_no_gguf_is_named(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(40))
+    refused(tmp_path / "a.gguf", tmp_path / "out", "a.gguf is not a GGUF file")
+
+
+def test_heads_may_be_arrays(source, tmp_path):
+    convert(source, tmp_path / "out", heads=[torch.tensor(layer).numpy() for layer in SPLIT[:1] + SPLIT[:3]])
+    assert load(tmp_path / "out").config.full_attention_heads == SPLIT[:1] + SPLIT[:3]
 
 
 def test_sources_that_are_not_there(tmp_path):
@@ -750,6 +799,12 @@ def test_command_converts_and_explains(source, tmp_path):
     for arguments, message in (
         (command, "exists and is not overwritten"),
         ([*command[:2], str(tmp_path / "b"), "--exact", "--set", "linear_rope=yes"], "is not FIELD=JSON"),
+        ([*command[:2], str(tmp_path / "b"), "--exact", "--set", "linear_a_min=NaN"], "is not FIELD=JSON"),
+        ([*command[:2], str(tmp_path / "b"), "--exact", "--set", "a=1", "--set", "a=2"], "gives a twice: 1 and 2"),
+        (
+            [*command[:2], str(tmp_path / "b"), *command[3:], "--set", 'linear_conv_kernel_dim="three"'],
+            "linear_conv_kernel_dim",
+        ),
         ([*command[:2], str(tmp_path / "b")], "heads is not given"),
     ):
         result = CliRunner().invoke(app, arguments)

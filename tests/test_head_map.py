@@ -152,7 +152,7 @@ def test_kl_is_not_bounded_by_one():
         ("granularity", "head", "granularity is 'head', must be one of query_head, kv_group"),
         ("folding", "median", "folding is 'median', must be one of mean, min"),
         ("source", "elsewhere", "source is 'elsewhere'"),
-        ("training_length", 0, "training_length is 0, must be at least 1"),
+        ("training_length", 0, "training_length is 0, must be a whole number of at least 1"),
         ("num_key_value_heads", 4, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
         ("settings", {"x": float("nan")}, "JSON values only"),
         ("settings", {"x": torch.ones(1)}, "JSON values only"),
@@ -172,7 +172,7 @@ def test_refuses_absent_metadata():
 
 def test_load_refuses_foreign_and_newer_files(tmp_path):
     path = tmp_path / "map.safetensors"
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match="is not a file"):
         HeadMap.load(path)
     path.write_bytes(b"not a safetensors file")
     with pytest.raises(HeadMapError, match="not a readable safetensors file"):
@@ -252,7 +252,7 @@ def test_refuses_duo_attention(tmp_path, text, message):
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[1]", "must be a JSON object, not list"),
+        ("[1]", "must hold a JSON object, not list"),
         ("{}", "is empty"),
         ('{"format": "hf_hybrid.allocation"}', "the key 'format' is not of the form 'layer-head'"),
         ('{"0-0": []}', "head 0-0 must have a list of one or more numbers"),
