@@ -13,7 +13,7 @@ from runner import RESULTS, report
 
 from hf_hybrid.conversion.demo import bundled_checkpoint
 from hf_hybrid.conversion.source_model import locate
-from hf_hybrid.eval.page import write_page
+from hf_hybrid.eval.page import write_results_page
 from hf_hybrid.eval.results import summary
 from hf_hybrid.eval.runner import Plan, Subject, run
 
@@ -46,7 +46,7 @@ def main():
     subjects = [Subject("SmolLM2-135M", *locate(bundled_checkpoint(), None)), Subject("HwH", str(arguments.hybrid))]
     cells, curves = run(subjects, PLAN, arguments.out, say=print)
     facts = {"Documents": f"{PLAN.num_samples} of each task and length, seed {PLAN.seed}"}
-    write_page(arguments.out, cells, curves, facts=facts)
+    write_results_page(arguments.out, cells, curves, facts=facts)
     report(
         "SmolLM2-135M and its head-wise hybrid",
         summary(cells),

@@ -61,7 +61,7 @@ def eval(
     from rich.console import Console
 
     from hf_hybrid.conversion.files import write_json
-    from hf_hybrid.eval.page import write_page
+    from hf_hybrid.eval.page import write_results_page
     from hf_hybrid.eval.results import summary
 
     # What it warns of is checked here (truncation) or of no use (families that it does not know).
@@ -78,7 +78,7 @@ def eval(
     results = {"facts": facts, "scores": summary(cells), "nll_by_position": [asdict(each) for each in curves]}
     write_json(out / "results.json", results)
     typer.echo(f"wrote {out / 'results.json'}")
-    for path in write_page(out, cells, curves, facts=facts):
+    for path in write_results_page(out, cells, curves, facts=facts):
         if path.suffix != ".svg":
             typer.echo(f"wrote {path}")
 
@@ -103,19 +103,13 @@ def table(cells):
     from rich import box
     from rich.table import Table
 
-    models = list(dict.fromkeys(cell.model for cell in cells))
-    found = {(cell.task, cell.length, metric, cell.model): cell for cell in cells for metric in cell.scores}
+    from hf_hybrid.eval.results import score_rows
+
+    (task, *columns), *rows = score_rows(cells)
     result = Table(title="Scores", box=box.SIMPLE_HEAD)
-    result.add_column("task")
-    result.add_column("tokens", justify="right")
-    for model in models:
-        result.add_column(model, justify="right")
-    for task, length, metric in dict.fromkeys(key[:3] for key in found):
-        row = []
-        for model in models:
-            cell = found.get((task, length, metric, model))
-            error = "" if cell is None or metric not in cell.stderr else f" ± {cell.stderr[metric]:.3f}"
-            row.append("" if cell is None else f"{cell.scores[metric]:.3f}{error}")
-        name = task if metric == "score" else f"{task}, {metric}"
-        result.add_row(name, "" if length is None else f"{length:,}", *row)
+    result.add_column(task)
+    for column in columns:
+        result.add_column(column, justify="right")
+    for row in rows:
+        result.add_row(*row)
     return result

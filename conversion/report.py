@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -21,40 +17,19 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from hf_hybrid.conversion.allocate import Allocation, AllocationError
-from hf_hybrid.conversion.files import write_atomically
 from hf_hybrid.conversion.head_map import HeadMap
 from hf_hybrid.conversion.head_scores import gpband
+from hf_hybrid.conversion.picture_page import BLUE, VERMILION, Picture, write_page
 
-# Three of Okabe and Ito's colours: told apart by colour-blind readers, and by lightness in grey print.
-CLASS_COLORS = {"retrieval": "#0072B2", "mid": "#A0A0A0", "positional": "#D55E00"}
-LINEAR_TO_FULL = LinearSegmentedColormap.from_list("linear_to_full", ["#E4E4E4", "#0072B2"])
+CLASS_COLORS = {"retrieval": BLUE, "mid": "#A0A0A0", "positional": VERMILION}
+LINEAR_TO_FULL = LinearSegmentedColormap.from_list("linear_to_full", ["#E4E4E4", BLUE])
 COLORMAP = "viridis"
-STYLE = {
-    "font.size": 10,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "savefig.dpi": 200,
-    "svg.hashsalt": "hf_hybrid",
-}
 WIDTH = 7.0  # inches, the text width of a one-column paper
 
 SCORES = {"hf_hybrid": "RPD", "duo_attention": "1 - gate value", "retrieval_head": "1 - retrieval score"}
 TOOLS = {"hf_hybrid": "hf-hybrid", "duo_attention": "DuoAttention", "retrieval_head": "Retrieval_Head"}
 UNIT_NAMES = {"kv_group": "KV group", "query_head": "query head"}
 BITS_OR_NATS = {"js": " (bits)", "kl": " (nats)", "tv": ""}
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure with the stem of its files' names, and the title and caption of the page."""
-
-    stem: str
-    title: str
-    caption: str
-    figure: Figure
 
 
 def write_report(head_map: HeadMap, out_dir: str | Path, allocation: Allocation | None = None) -> list[Path]:
@@ -70,18 +45,10 @@ def write_report(head_map: HeadMap, out_dir: str | Path, allocation: Allocation 
     """
     if allocation is not None:
         _check_same_model(head_map, allocation)
-    out_dir = Path(out_dir)
-    paths, sections = [], []
-    with matplotlib.rc_context(STYLE):
-        for picture in pictures(head_map, allocation):
-            images = {suffix: _render(picture.figure, suffix) for suffix in ("png", "svg")}
-            for suffix, image in images.items():
-                paths.append(out_dir / f"{picture.stem}.{suffix}")
-                write_atomically(paths[-1], image)
-            sections.append(_section(picture, images["svg"]))
-    page = out_dir / "index.html"
-    write_atomically(page, _page(head_map, allocation, sections).encode())
-    return [page, *paths]
+    title = f"Head map of {Path(head_map.metadata['model']).name}"
+    missing = "".join(f"<li>{html.escape(line)}</li>" for line in _missing(head_map, allocation))
+    tail = f"<section><h2>Not on this page</h2><ul>{missing}</ul></section>" if missing else ""
+    return write_page(out_dir, title, _facts(head_map), pictures(head_map, allocation), tail=tail)
 
 
 def natural_classes(values: np.ndarray) -> tuple[float, float] | None:
@@ -394,26 +361,6 @@ def _allocation_map(head_map: HeadMap, allocation: Allocation) -> Picture:
     return Picture("allocation", "Allocation", caption, figure)
 
 
-def _render(figure: Figure, suffix: str) -> bytes:
-    # Without a date the same map gives the same bytes.
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
-    return buffer.getvalue()
-
-
-def _section(picture: Picture, svg: bytes) -> str:
-    image = base64.b64encode(svg).decode()
-    title, caption = html.escape(picture.title), html.escape(picture.caption)
-    links = " ".join(f'<a href="{picture.stem}.{suffix}">{suffix.upper()}</a>' for suffix in ("png", "svg"))
-    return f"""<section>
-<h2>{title}</h2>
-<figure>
-<img src="data:image/svg+xml;base64,{image}" alt="{title}">
-<figcaption>{caption} <span class="links">{links}</span></figcaption>
-</figure>
-</section>"""
-
-
 def _missing(head_map: HeadMap, allocation: Allocation | None) -> list[str]:
     missing = []
     if "rfis" not in head_map.tensors:
@@ -429,10 +376,10 @@ def _missing(head_map: HeadMap, allocation: Allocation | None) -> list[str]:
     return missing
 
 
-def _page(head_map: HeadMap, allocation: Allocation | None, sections: list[str]) -> str:
+def _facts(head_map: HeadMap) -> dict[str, Any]:
     metadata = head_map.metadata
     group = "" if head_map.group_size == 1 else f", {head_map.group_size} query heads a KV head"
-    facts: dict[str, Any] = {
+    return {
         "Model": metadata["model"],
         "Revision": metadata["revision"],
         "Architecture": metadata["model_type"],
@@ -444,45 +391,3 @@ def _page(head_map: HeadMap, allocation: Allocation | None, sections: list[str])
         "Map (sha256)": head_map.digest(),
         "Written by": f"hf-hybrid {metadata['tool_version']}",
     }
-    rows = "\n".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in facts.items()
-        if value
-    )
-    missing = "".join(f"<li>{html.escape(line)}</li>" for line in _missing(head_map, allocation))
-    absent = f"<section><h2>Not on this page</h2><ul>{missing}</ul></section>" if missing else ""
-    title = html.escape(f"Head map of {Path(metadata['model']).name}")
-    body = "\n".join(sections)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{CSS}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<table>
-{rows}
-</table>
-{body}
-{absent}
-</body>
-</html>
-"""
-
-
-CSS = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 860px; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 0.6rem; }
-table { border-collapse: collapse; font-size: 0.9rem; }
-th { text-align: left; font-weight: 600; padding: 0.15rem 1.5rem 0.15rem 0; vertical-align: top; white-space: nowrap; }
-td { overflow-wrap: anywhere; }
-figure { margin: 0; }
-img { width: 100%; height: auto; }
-figcaption { font-size: 0.9rem; color: #444; margin-top: 0.4rem; }
-.links { white-space: nowrap; }
-"""

@@ -4,7 +4,8 @@ import functools
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
+
+from hf_hybrid.conversion.text_data import load_text
 
 # RULER's noise (arXiv:2404.06654).
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -25,22 +26,9 @@ def filler(kind: str, seed: int, path: str | None) -> Callable[[int], list[str]]
 
 
 @functools.lru_cache(maxsize=4)
-def text(path: str | None) -> str:
-    """The file at `path`; without one, the language reference that ships with Python (`pydoc_data.topics`).
-
-    The latter differs between minor versions of Python: figures to publish want a file.
-    """
-    if path is not None:
-        return Path(path).read_text(encoding="utf-8")
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
-@functools.lru_cache(maxsize=4)
 def sentences(path: str | None) -> list[str]:
     """Sentences of 20 to 300 characters; the rest is mostly tables and program text."""
-    flat = re.sub(r"\s+", " ", text(path)).strip()
+    flat = re.sub(r"\s+", " ", load_text(path)).strip()
     found = [piece for piece in re.split(r"(?<=[.!?]) (?=[A-Z\"'(])", flat) if 20 <= len(piece) <= 300]
     if not found:
         raise ValueError(f"text: {path!r} holds no sentence of 20 to 300 characters that ends in a full stop")

@@ -10,6 +10,7 @@ model whose cache cannot be continued by several tokens is told by a check befor
 """
 
 import copy
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -103,6 +104,8 @@ class SharedPrefixLM(HFLM):
     def __init__(self, *args, share: bool = True, longest: int = 0, **kwargs):
         super().__init__(*args, **kwargs)
         self.longest = longest
+        # Without it a model gives the logits of all tokens, of which the last are taken.
+        self.keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self.model.eval()
         self.shares = share and self._continues_exactly()
 
@@ -175,7 +178,6 @@ class SharedPrefixLM(HFLM):
                 padded = pad_sequence(rest, batch_first=True).to(self.device)
                 length = padded.shape[1]
                 first = min(len(row) - len(answer) for row, answer in zip(rest, answers, strict=True))
-                # A model without `logits_to_keep` gives all.
                 logits = self._forward(padded, cache, length - first).logits[:, -(length - first) :]
                 for number, row, answer, scores in zip(numbers, rest, answers, logits, strict=True):
                     scores = scores[len(row) - len(answer) - first : len(row) - first]
@@ -246,7 +248,10 @@ class SharedPrefixLM(HFLM):
             enabled=self.mixed_precision_dtype is not None,
         ):
             use_cache = cache is not None if use_cache is None else use_cache
-            return self.model(input_ids=input_ids, cache=cache, use_cache=use_cache, logits_to_keep=kept)
+            options = {} if cache is None else {"cache": cache}
+            if self.keeps_logits:
+                options["logits_to_keep"] = kept
+            return self.model(input_ids=input_ids, use_cache=use_cache, **options)
 
     def _continues_exactly(self) -> bool:
         """Whether several tokens read behind a cache give the logits of one pass over all of them."""
@@ -259,7 +264,7 @@ class SharedPrefixLM(HFLM):
             cache = copy.deepcopy(start)
             cache.reorder_cache(torch.zeros(2, dtype=torch.long, device=self.device))
             rest = self._forward(tokens[:, split:].expand(2, -1), cache, length - split).logits.float()
-        except (TypeError, AttributeError, NotImplementedError, ValueError) as error:
+        except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError) as error:
             logger.warning("No shared prefixes: the cache of %s cannot be used so (%s)", type(self.model), error)
             return False
         error = (rest - whole[:, -rest.shape[1] :]).abs().max() / whole.std()

@@ -7,7 +7,7 @@ documents and precision are the same, and refuses to mix it with others when the
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,3 +127,22 @@ def summary(cells: Iterable[Cell]) -> list[dict[str, Any]]:
         for cell in cells
         for metric, value in cell.scores.items()
     ]
+
+
+def models_of(cells: Iterable[Cell]) -> list[str]:
+    """The models' names, in the order of the cells."""
+    return list(dict.fromkeys(cell.model for cell in cells))
+
+
+def score_rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
+    """The table of scores: a heading, then a row per task, length and metric, with a column per model."""
+    models = models_of(cells)
+    found = {(cell.task, cell.length, metric, cell.model): cell for cell in cells for metric in cell.scores}
+    yield ["task", "tokens", *models]
+    for task, length, metric in dict.fromkeys(key[:3] for key in found):
+        row = [task if metric == "score" else f"{task}, {metric}", "" if length is None else f"{length:,}"]
+        for model in models:
+            cell = found.get((task, length, metric, model))
+            error = "" if cell is None or metric not in cell.stderr else f" ± {cell.stderr[metric]:.3f}"
+            row.append("" if cell is None else f"{cell.scores[metric]:.3f}{error}")
+        yield row

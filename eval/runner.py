@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -19,9 +20,9 @@ from transformers import Cache, PreTrainedModel
 
 import hf_hybrid  # noqa: F401  (registers the zoo with the Auto classes)
 from hf_hybrid.conversion.analyze import training_length
+from hf_hybrid.conversion.text_data import load_text
 from hf_hybrid.eval import TASKS
 from hf_hybrid.eval.extrapolation import Bucket, buckets, nll_by_position, require_positions
-from hf_hybrid.eval.haystack import text
 from hf_hybrid.eval.prefix_sharing import SharedPrefixLM
 from hf_hybrid.eval.results import Cell, Store, digest
 
@@ -104,7 +105,7 @@ def run(
         # What the last model cannot do should not be found out after hours with the others.
         for subject in subjects:
             say(f"{subject.name}: checking")
-            prepare(subject, plan, store)
+            prepare(subject, plan)
     cells, curves = [], []
     for subject in subjects:
         own_cells, curve = run_model(subject, plan, store, say)
@@ -130,7 +131,7 @@ def task_manager(names: Sequence[str], metadata: dict[str, Any]) -> TaskManager:
     return TaskManager(include_path=str(TASKS), include_defaults=bool(others), metadata=metadata)
 
 
-def prepare(subject: Subject, plan: Plan, store: Store) -> tuple[SharedPrefixLM, dict[str, Task]]:
+def prepare(subject: Subject, plan: Plan) -> tuple[SharedPrefixLM, dict[str, Task]]:
     """The loaded model and the tasks with their documents, once they are known to fit each other."""
     longest = max(plan.lengths)
     try:
@@ -149,17 +150,18 @@ def prepare(subject: Subject, plan: Plan, store: Store) -> tuple[SharedPrefixLM,
         raise EvaluationError(f"cannot load {subject.location} with its tokenizer: {first_line}") from error
     require_positions(lm.model, longest)
     require_memory(lm.model, longest, plan.batch_size)
-    tokenizer = subject.location
-    if subject.gguf_file is not None:
-        # The tasks load the tokenizer by themselves, and a GGUF file takes a minute each time.
-        tokenizer = str(store.model_folder(subject.name) / "tokenizer")
-        lm.tokenizer.save_pretrained(tokenizer)
-    return lm, task_manager(plan.tasks, plan.metadata(tokenizer)).load(list(plan.tasks))["tasks"]
+    with TemporaryDirectory() as folder:
+        tokenizer = subject.location
+        if subject.gguf_file is not None:
+            # The tasks load the tokenizer by themselves, and a GGUF file takes a minute each time.
+            tokenizer = folder
+            lm.tokenizer.save_pretrained(folder)
+        return lm, task_manager(plan.tasks, plan.metadata(tokenizer)).load(list(plan.tasks))["tasks"]
 
 
 def run_model(subject: Subject, plan: Plan, store: Store, say: Say) -> tuple[list[Cell], Curve | None]:
     """All cells of one model, and its curve where the plan wants one."""
-    lm, tasks = prepare(subject, plan, store)
+    lm, tasks = prepare(subject, plan)
     identity = {"model": model_digest(lm.model), "dtype": str(lm.model.dtype).removeprefix("torch.")}
 
     cells = []
@@ -235,7 +237,7 @@ def run_curve(
 ) -> Curve | None:
     """Loss by position over the last stretches of the text; kept like a cell, under the task name `nll_by_position`."""
     length = max(plan.lengths)
-    tokens = torch.tensor(lm.tok_encode(text(plan.text), add_special_tokens=False))
+    tokens = torch.tensor(lm.tok_encode(load_text(plan.text), add_special_tokens=False))
     if plan.curve_windows * length > len(tokens):
         raise EvaluationError(
             f"the text has {len(tokens):,} tokens, the loss by position needs {plan.curve_windows} stretches of "

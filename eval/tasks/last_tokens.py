@@ -5,7 +5,8 @@ from bisect import bisect_left
 from functools import lru_cache
 from itertools import accumulate
 
-from ..haystack import text
+from hf_hybrid.conversion.text_data import load_text
+
 from ..samples import Render, Request, Sample
 from ..settings import TokenCounter
 
@@ -40,5 +41,5 @@ def last_tokens(request: Request) -> Render:
 @lru_cache(maxsize=2)
 def _words(path: str | None, count: TokenCounter) -> tuple[list[str], list[int]]:
     """The text as words, each with the white space before it, and the tokens that come before each word."""
-    words = re.findall(r"\s*\S+", text(path))
+    words = re.findall(r"\s*\S+", load_text(path))
     return words, list(accumulate(count(words), initial=0))
