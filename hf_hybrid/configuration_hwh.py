@@ -1,16 +1,9 @@
 """Configuration of the head-wise hybrid family (HwH)."""
 
 from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
 
-from .validators import (
-    validate_activation,
-    validate_at_least,
-    validate_choice,
-    validate_range,
-    validate_rope_parameters,
-)
+from .configuration_decoder import DecoderConfig, hub_classes
+from .validators import validate_activation, validate_at_least, validate_choice, validate_range
 
 # What the `linear_*` fields left at None become. Measured reasons for the upcycling column: README, "Upcycling".
 LINEAR_PRESETS = {
@@ -65,15 +58,6 @@ FROM_SCRATCH_SIZES = {
     },
 }
 
-# What each Auto class finds in a Hub repository, whichever of the classes saved it.
-AUTO_MAP = {
-    "AutoConfig": "configuration_hwh.HwHConfig",
-    "AutoModel": "modeling_hwh.HwHModel",
-    "AutoModelForCausalLM": "modeling_hwh.HwHForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_hwh.HwHForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_hwh.HwHForTokenClassification",
-}
-
 
 def default_full_attention_heads(num_layers: int, num_heads: int, num_key_value_heads: int) -> list[list[int]]:
     """A depth-dependent split with fewer than one full-attention head per three linear ones.
@@ -120,7 +104,7 @@ def validate_full_attention_heads(heads: list[list[int]], num_layers: int, num_h
 
 
 @strict
-class HwHConfig(PreTrainedConfig):
+class HwHConfig(DecoderConfig):
     r"""
     Head-wise hybrid (HwH, arXiv 2609.02986): in each layer some query heads are full attention without rotary positions
     (global retrieval), the others Gated DeltaNet linear attention (local positions).
@@ -132,20 +116,7 @@ class HwHConfig(PreTrainedConfig):
         full_attention_heads (`list[list[int]]`, *optional*): the full-attention query heads of each layer, ascending.
             `None`: a depth-dependent split below 1:3 ([`default_full_attention_heads`]).
         preset (`str`): `"from_scratch"` or `"upcycling"`: what the `linear_*` fields left at `None` become.
-        intermediate_size (`int`): MLP width; layers may differ: `per_layer_config={3: {"intermediate_size": 512}}`.
         full_attention_rope (`bool` or `list[bool]`): rotary positions on the full-attention heads, per layer.
-        rope_parameters (`dict`, *optional*): transformers' rotary parameters; read only where something is rotated.
-        sliding_window (`int`, *optional*): tokens that the full-attention heads of `sliding_window_layers` see, at
-            least 2: the stock cache has no way to keep none of the tokens before.
-        sliding_window_layers (`list[int]`, *optional*): layers with the window; `None` = all when one is set.
-        qk_norm (`bool`): RMS norm of the full-attention queries and keys, per head.
-        attention_output_gate (`str`): `"none"`, `"headwise"` or `"elementwise"` sigmoid gate, from the layer's input.
-        attention_output_norm (`bool`): RMS norm of each full-attention head's output.
-        attention_head_scale (`bool`): a learnable factor on each full-attention head's output.
-        logit_scaling_base (`float`, *optional*): a > 1 multiplies the logits by log(t + a) / log(a) at inference, t
-            being the number of visible tokens (arXiv 2601.22156).
-        attention_bias (`bool`): biases of the query, key and value projections, of both branches.
-        attention_output_bias (`bool`): bias of the output projection.
         linear_key_head_dim, linear_value_head_dim (`int`, *optional*): widths of the linear heads; `None` = `head_dim`.
         linear_conv_kernel_dim (`int`): taps of the short convolution; 1 = none to speak of.
         linear_conv_activation (`str`, *optional*): activation after the convolution; `"linear"` = none.
@@ -158,11 +129,14 @@ class HwHConfig(PreTrainedConfig):
             `"recurrent"` read-out, or the token's `"value"`, which is what softmax attention returns there. The
             attention sink of a converted model lives on it.
         linear_a_min, linear_a_max, linear_dt_min, linear_dt_max (`float`): ranges of the initial decay.
+        kwargs: sizes and options of the chassis and of the full-attention heads, see [`DecoderConfig`];
+            `attention_bias` reaches the linear heads too.
     """
 
     model_type = "hwh"
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    family_auto_map = hub_classes("hwh", "HwH")
     base_model_tp_plan = {
+        **DecoderConfig.base_model_tp_plan,
         "layers.*.token_mixer.attention.q_proj": "colwise_gather_output",
         "layers.*.token_mixer.attention.k_proj": "colwise_gather_output",
         "layers.*.token_mixer.attention.v_proj": "colwise_gather_output",
@@ -170,55 +144,16 @@ class HwHConfig(PreTrainedConfig):
         "layers.*.token_mixer.linear_attention.k_proj": "colwise_gather_output",
         "layers.*.token_mixer.linear_attention.v_proj": "colwise_gather_output",
         "layers.*.token_mixer.o_proj": "rowwise_split_input",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
     }
     # For peft: `LoraConfig(target_modules=config.lora_target_modules)` reaches every linear map of every layer.
     lora_target_modules = [
         *["q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "o_proj"],
         *["gate_proj", "up_proj", "down_proj"],
     ]
-    base_model_pp_plan = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
-
-    vocab_size: int = 32000
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    attention_dropout: int | float = 0.0
 
     preset: str = "from_scratch"
     full_attention_heads: list[list[int]] | None = None
-    layer_types: list[str] | None = None
-
     full_attention_rope: bool | list[bool] = False
-    rope_parameters: RopeParameters | dict | None = None
-    sliding_window: int | None = None
-    sliding_window_layers: list[int] | None = None
-    qk_norm: bool = False
-    attention_output_gate: str = "none"
-    attention_output_norm: bool = False
-    attention_head_scale: bool = False
-    logit_scaling_base: int | float | None = None
 
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
@@ -235,21 +170,7 @@ class HwHConfig(PreTrainedConfig):
     linear_dt_min: int | float = 0.001
     linear_dt_max: int | float = 0.1
 
-    def __post_init__(self, **kwargs):
-        # Everything below derives from these.
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            validate_at_least(field, getattr(self, field), 1)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        for field in ("num_key_value_heads", "head_dim"):
-            validate_at_least(field, getattr(self, field), 1)
-        if self.num_attention_heads % self.num_key_value_heads != 0:
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, num_key_value_heads {self.num_key_value_heads}: "
-                "the first must be a multiple of the second"
-            )
+    def derive_fields(self):
         validate_choice("preset", self.preset, LINEAR_PRESETS)
         for field, value in LINEAR_PRESETS[self.preset].items():
             if getattr(self, field) is None:
@@ -265,28 +186,9 @@ class HwHConfig(PreTrainedConfig):
         validate_full_attention_heads(self.full_attention_heads, self.num_hidden_layers, self.num_attention_heads)
         if isinstance(self.full_attention_rope, bool):
             self.full_attention_rope = [self.full_attention_rope] * self.num_hidden_layers
-        if self.sliding_window is not None and self.sliding_window_layers is None:
-            self.sliding_window_layers = list(range(self.num_hidden_layers))
-        derived = [self._layer_type(layer) for layer in range(self.num_hidden_layers)]
-        if self.layer_types is not None and self.layer_types != derived:
-            raise ValueError(
-                f"layer_types is {self.layer_types}, but full_attention_heads and sliding_window_layers give "
-                f"{derived}: leave layer_types out, it is derived"
-            )
-        self.layer_types = derived
-        # Layers may differ in MLP width; readers outside of the zoo get the configured width and not an error.
-        self.allow_global_per_layer_attribute_access = True
-        self.auto_map = {**AUTO_MAP, **(kwargs.pop("auto_map", None) or {})}
-        for layer, fields in (kwargs.get("per_layer_config") or {}).items():
-            if others := sorted(set(fields) - {"intermediate_size"}):
-                raise ValueError(
-                    f"per_layer_config[{layer}] sets {others[0]!r}: layers may differ in intermediate_size only"
-                )
-            width = fields.get("intermediate_size", self.intermediate_size)
-            validate_at_least(f"per_layer_config[{layer}]['intermediate_size']", width, 1)
-        super().__post_init__(**kwargs)
 
-    def _layer_type(self, layer: int) -> str:
+    def layer_type(self, layer: int) -> str:
+        """The kind of cache layer that a layer needs, one of transformers' `layer_types`."""
         heads = len(self.full_attention_heads[layer])
         window = "_sliding" if self.layer_sliding_window(layer) is not None else ""
         if heads == 0:
@@ -305,68 +207,30 @@ class HwHConfig(PreTrainedConfig):
                 f"full_attention_rope has {len(self.full_attention_rope)} entries, but num_hidden_layers is {layers}: "
                 "give one per layer, or one bool for all"
             )
-        validate_choice("attention_output_gate", self.attention_output_gate, ("none", "headwise", "elementwise"))
+        super().validate_architecture()
         validate_choice("linear_output_gate", self.linear_output_gate, ("none", "headwise", "elementwise"))
         validate_choice("linear_start_token", self.linear_start_token, ("recurrent", "value"))
-        if self.uses_rotary_positions and self.head_dim % 2 != 0:
-            raise ValueError(f"head_dim is {self.head_dim}: rotary positions turn pairs, give an even number")
         if self.linear_rope and self.linear_key_head_dim != self.head_dim:
             raise ValueError(
                 f"linear_rope is True, linear_key_head_dim {self.linear_key_head_dim}, head_dim {self.head_dim}: "
                 "rotated linear heads share the angles of the layer, so the two must be equal"
             )
-        validate_activation("hidden_act", self.hidden_act)
         validate_activation("linear_conv_activation", self.linear_conv_activation)
-        validate_rope_parameters(self.rope_parameters)
         for field in ("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
             validate_at_least(field, getattr(self, field), 1)
-        validate_range("rms_norm_eps", self.rms_norm_eps, 0)
-        validate_range("initializer_range", self.initializer_range, 0)
-        validate_range("attention_dropout", self.attention_dropout, 0, 1, below=True)
         validate_range("linear_a_min", self.linear_a_min, 0)
         validate_range("linear_a_max", self.linear_a_max, max(self.linear_a_min, 1e-4))
         validate_range("linear_dt_min", self.linear_dt_min, 0, above=True)
         validate_range("linear_dt_max", self.linear_dt_max, self.linear_dt_min)
-        if self.logit_scaling_base is not None:
-            validate_range("logit_scaling_base", self.logit_scaling_base, 1, above=True)
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            raise ValueError(
-                f"pad_token_id is {self.pad_token_id}, vocab_size {self.vocab_size}: give a token of the vocabulary, "
-                "or None"
-            )
-        if self.sliding_window is not None:
-            validate_at_least("sliding_window", self.sliding_window, 2, " tokens, or None")
-        if self.sliding_window is None and self.sliding_window_layers:
-            raise ValueError(
-                f"sliding_window_layers is {self.sliding_window_layers}, but sliding_window is None: give both"
-            )
-        wrong = [layer for layer in self.sliding_window_layers or [] if not 0 <= layer < layers]
-        if wrong:
-            raise ValueError(f"sliding_window_layers names layer {wrong[0]}, but there are {layers} layers")
 
-    def layer_sliding_window(self, layer: int) -> int | None:
-        """Tokens that the full-attention heads of a layer see, itself included; None = all."""
-        return self.sliding_window if layer in (self.sliding_window_layers or []) else None
+    def has_softmax_heads(self, layer: int) -> bool:
+        """Whether a layer has full-attention heads, for which a mask must be made."""
+        return bool(self.full_attention_heads[layer])
 
     @property
     def counts_positions_by_keys(self) -> bool:
         """Whether some layer has full-attention heads, whose cached keys say how long a sequence is."""
         return any(self.full_attention_heads)
-
-    @property
-    def has_global_attention(self) -> bool:
-        """Whether some full-attention head sees the whole sequence."""
-        return any(
-            heads and self.layer_sliding_window(layer) is None for layer, heads in enumerate(self.full_attention_heads)
-        )
-
-    @property
-    def has_sliding_attention(self) -> bool:
-        """Whether some full-attention head sees a window."""
-        return any(
-            heads and self.layer_sliding_window(layer) is not None
-            for layer, heads in enumerate(self.full_attention_heads)
-        )
 
     @property
     def uses_rotary_positions(self) -> bool:

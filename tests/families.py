@@ -45,7 +45,7 @@ FAMILIES = {
                 "linear_allow_neg_eigval": True,
                 "per_layer_config": {1: {"intermediate_size": 24}},
             },
-            "gdn": {"full_attention_heads": [[], [], []]},
+            "gdn": {"full_attention_heads": [[], [], []], "mlp_taper": {"multiple_of": 4}},
             "transformer": {"full_attention_heads": [ALL, ALL, ALL], "full_attention_rope": True, "qk_norm": True},
             "layerwise": {"full_attention_heads": [[], [], ALL], "attention_output_gate": "elementwise"},
             "window": {

@@ -25,6 +25,7 @@ REFUSED = (ValueError, StrictDataclassError)
         ("initializer_range", -0.1),
         ("attention_dropout", 1.0),
         ("attention_dropout", 1.5),
+        ("logit_scaling_base", 1),
         ("pad_token_id", 97),
         ("pad_token_id", -1),
         ("sliding_window", 1),
@@ -32,6 +33,9 @@ REFUSED = (ValueError, StrictDataclassError)
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         ("per_layer_config", {0: {"head_dim": 4}}),
         ("per_layer_config", {0: {"intermediate_size": 0}}),
+        ("mlp_taper", {"schedule": "cosin"}),
+        ("mlp_taper", {"width": 3}),
+        ("mlp_taper", {"multiple_of": 16}),
     ],
     ids=str,
 )
@@ -52,8 +56,8 @@ def test_a_configuration_is_refused_by_name(case, field, value):
         ("linear_a_max", 0),
         ("linear_dt_min", 0),
         ("linear_dt_max", 1e-4),
-        ("logit_scaling_base", 1),
         ("full_attention_heads", [[0]]),
+        ("full_attention_rope", [True]),
     ],
     ids=str,
 )
