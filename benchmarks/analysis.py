@@ -27,6 +27,7 @@ MEMORY_BOUND_GIB = 1.0
 
 @torch.no_grad()
 def forward(module, input_ids):
+    """A plain forward pass over each window."""
     for window in input_ids:
         module(input_ids=window[None], use_cache=False)
 

@@ -31,6 +31,7 @@ WEAK, STRONGEST = 0.1, -math.log(1e-12)
 
 
 def make_inputs(length: int, heads: int, dim: int) -> dict[str, torch.Tensor]:
+    """Random inputs of one row of `length` tokens, weakly decaying, and a gradient of the output."""
     torch.manual_seed(SEED)
     return {
         "query": F.normalize(torch.randn(1, length, heads, dim), dim=-1),
@@ -43,6 +44,7 @@ def make_inputs(length: int, heads: int, dim: int) -> dict[str, torch.Tensor]:
 
 
 def error_cases(inputs: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """What the error is measured on: random, correlated keys without decay, strong and weak decays mixed."""
     log_decay, key = inputs["log_decay"], inputs["key"]
     strong = torch.rand_like(log_decay) < 0.1
     correlated = F.normalize(0.3 * key + key.shape[-1] ** -0.5, dim=-1)
@@ -55,6 +57,8 @@ def error_cases(inputs: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
 
 
 def decay_cases(inputs: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """What the time is measured on: from weak decay to decays that make numbers denormal."""
+
     def decayed(decay):
         return inputs | {"log_decay": torch.full_like(inputs["log_decay"], math.log(decay))}
 
@@ -73,21 +77,25 @@ def decay_cases(inputs: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
 
 @torch.no_grad()
 def forward(form, inputs):
+    """The output of one form."""
     query, key, value, log_decay, beta, _ = inputs.values()
     return form(query, key, value, log_decay, beta)[0]
 
 
 def forward_backward(form, inputs):
+    """Gradients of all inputs of one form."""
     *leaves, grad = (x.detach().requires_grad_() for x in inputs.values())
     output = form(*leaves)[0]
     return torch.autograd.grad(output, leaves, grad)
 
 
 def relative_error(actual, expected):
+    """Norm of the error over the norm of `expected`."""
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def error_rows(inputs):
+    """Errors of each form against float64."""
     rows = []
     for case, changed in error_cases(inputs).items():
         double = {name: x.double() for name, x in changed.items()}
@@ -111,6 +119,7 @@ def error_rows(inputs):
 
 
 def time_rows(inputs, rounds, clock):
+    """Our time over transformers', forward and with gradients."""
     rows = []
     for figure, run, bound in (("forward", forward, 1.0), ("forward + backward", forward_backward, 1 / 3)):
         contenders = {name: partial(run, form, inputs) for name, form in FORMS.items()}
@@ -122,6 +131,7 @@ def time_rows(inputs, rounds, clock):
 
 
 def decay_rows(inputs, rounds, clock):
+    """Our time at strong decay over that at weak decay."""
     rows = []
     for figure, run in (("forward", forward), ("forward + backward", forward_backward)):
         contenders = {case: partial(run, chunk_gated_delta_rule, x) for case, x in decay_cases(inputs).items()}

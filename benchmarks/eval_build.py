@@ -29,6 +29,7 @@ ASKED = {"lengths": [8192], "num_samples": 100, "seed": 42}
 
 
 def trained_tokenizer(folder):
+    """A BPE tokenizer of 49,152 tokens, trained on the haystack's text, in `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -41,6 +42,7 @@ def trained_tokenizer(folder):
 
 
 def offline_tasks(manager, group="hybrid_all"):
+    """The tasks of `group` and of its groups."""
     members = manager.task_index[group].cfg["task"]
     return [
         name

@@ -27,6 +27,7 @@ BOUNDS = {"hf_hybrid": ("transformers", 0.5), "hf-hybrid --help": ("hf_hybrid", 
 
 
 def children_cpu_seconds():
+    """Processor time of the child processes that have ended."""
     times = os.times()
     return times.children_user + times.children_system
 

@@ -75,4 +75,5 @@ def notes(size):
 
 
 def name_of(dtype):
+    """A dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")

@@ -100,6 +100,7 @@ for _name, _line in COMMANDS.items():
 
 
 def show_version(wanted: bool):
+    """Prints the versions that matter and ends."""
     if wanted:
         libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("transformers", "torch"))
         typer.echo(f"hf-hybrid {metadata.version('hf-hybrid')} ({libraries})")

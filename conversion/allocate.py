@@ -94,6 +94,7 @@ class Allocation:
 
     @property
     def full_attention_units(self) -> int:
+        """How many units (KV groups or query heads) stay full attention."""
         heads = sum(len(layer) for layer in self.full_attention_heads)
         return heads * self.units // (self.num_attention_heads * len(self.scores))
 

@@ -51,6 +51,7 @@ class Moments:
 
     @classmethod
     def empty(cls, width: int, hidden: int) -> "Moments":
+        """Moments of nothing yet: `width` features, `hidden` targets."""
         return cls(torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, hidden, dtype=torch.float64))
 
     def add(self, features: Tensor, targets: Tensor, weight: float = 1.0):

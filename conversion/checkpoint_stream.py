@@ -32,6 +32,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
+        """The shape and dtype of `tensor`."""
         return cls(tuple(tensor.shape), _CODES[tensor.dtype])
 
     @property

@@ -93,6 +93,7 @@ class HeadMap:
 
     @property
     def rpd(self) -> Tensor:
+        """Rotary position dependence, `[layers, heads]`, at least 0."""
         return self.tensors["rpd"]
 
     @property

@@ -42,6 +42,7 @@ class LayerCache:
     conv_bytes: int
 
     def bytes_at(self, length: int) -> int:
+        """Cache bytes of the layer for one sequence of `length` tokens."""
         kept = length if self.kept_tokens is None else min(length, self.kept_tokens)
         return self.token_bytes * kept + self.recurrent_bytes + self.conv_bytes
 
@@ -62,6 +63,7 @@ class ModelSize:
 
     @property
     def num_parameters(self) -> int:
+        """Parameters of all parts."""
         return sum(self.parameters.values())
 
     @property

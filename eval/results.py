@@ -45,6 +45,7 @@ class Cell:
 
     @property
     def label(self) -> str:
+        """Task and length, for people."""
         return self.task if self.length is None else f"{self.task} at {self.length:,} tokens"
 
 
@@ -60,9 +61,11 @@ class Store:
         self.folder, self.overwrite = Path(folder), overwrite
 
     def model_folder(self, model: str) -> Path:
+        """Where the cells of one model lie."""
         return self.folder / re.sub(r"[^\w.-]+", "--", model).strip("-")
 
     def path(self, model: str, task: str, length: int | None) -> Path:
+        """The file of one cell."""
         return self.model_folder(model) / task / f"{'all' if length is None else length}.json"
 
     def load(self, model: str, task: str, length: int | None, run: dict[str, Any]) -> Cell | None:
@@ -84,6 +87,7 @@ class Store:
         raise ResultsError(f"{path} holds {cell.label} of another run ({values}): choose another folder, or overwrite")
 
     def save(self, cell: Cell) -> None:
+        """Writes one cell, in one piece."""
         write_json(self.path(cell.model, cell.task, cell.length), {"version": VERSION, **asdict(cell)})
 
 

@@ -93,6 +93,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class TokenCounter:
+    """Counts texts in tokens of one tokenizer."""
+
     tokenizer: Any
 
     def __call__(self, texts: Sequence[str], *, special: bool = False) -> list[int]:

@@ -84,6 +84,7 @@ def draw_numbers(generator: random.Random) -> str:
 
 
 def draw_uuids(generator: random.Random) -> str:
+    """A random UUID, version 4."""
     return str(uuid.UUID(int=generator.getrandbits(128), version=4))
 
 

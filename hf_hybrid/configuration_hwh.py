@@ -171,6 +171,7 @@ class HwHConfig(DecoderConfig):
     linear_dt_max: int | float = 0.1
 
     def derive_fields(self):
+        """Resolves the preset, the split of heads and the widths of the linear heads."""
         validate_choice("preset", self.preset, LINEAR_PRESETS)
         for field, value in LINEAR_PRESETS[self.preset].items():
             if getattr(self, field) is None:

@@ -109,4 +109,5 @@ def question(context: str, values: str, asked: list[str], answers: list[str], de
 
 
 def enumeration(items: list[str]) -> str:
+    """The items as English lists them: `a`, `a, and b`, `a, b, and c`."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])}, and {items[-1]}"
