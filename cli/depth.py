@@ -41,7 +41,9 @@ def depth(
         "Windows": f"{windows} of {window_length} tokens",
         "Correlation with depth": f"{alignment.depth_correlation:.3f}",
     }
-    page, *_ = write_page(out, f"MLP output and residual stream of {name}", facts, iter([draw(alignment, name)]))
+    # A generator, so that the picture is drawn in the page's style.
+    pictures = (draw(measured, name) for measured in [alignment])
+    page, *_ = write_page(out, f"MLP output and residual stream of {name}", facts, pictures)
     values = {"cosine": alignment.cosine.tolist(), "relative_norm": alignment.relative_norm.tolist()}
     write_json(out / "depth_asymmetry.json", {**facts, **values})
     for layer, cosine in enumerate(values["cosine"]):

@@ -111,12 +111,12 @@ def draw(alignment: MLPAlignment, name: str) -> Picture:
     """The figure: cosine and relative norm of each layer's MLP output over depth."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.0, 3.0), layout="constrained")
+    figure = Figure(figsize=(8.0, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     layers = range(len(alignment.cosine))
     for axes, values, label in (
         (left, alignment.cosine, "cosine of MLP output and residual"),
-        (right, alignment.relative_norm, "norm of MLP output / norm of residual"),
+        (right, alignment.relative_norm, "norm of MLP output over residual"),
     ):
         axes.plot(layers, values, color=BLUE, marker="o", markersize=3)
         axes.set_xlabel("layer")
