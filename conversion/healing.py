@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_hybrid import HwHConfig, HwHForCausalLM
@@ -76,6 +76,19 @@ def load_exact(source: str | Path, *, gguf_file: str | None = None, revision: st
         return load_complete(HwHForCausalLM, source, Path(folder) / "exact").eval()
 
 
+def stages(folder: Path) -> list[dict[str, Any]]:
+    """What the model in `folder` has gone through after its conversion."""
+    return read_json(folder / RECORD, list, HealingError) if (folder / RECORD).is_file() else []
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor in the safetensors files of `folder`."""
+    reader = ShardReader(folder)
+    dtypes = {name: FLOAT_DTYPES[spec.dtype] for name, spec in reader.specs.items()}
+    reader.close()
+    return dtypes
+
+
 def load_pair(
     hybrid: str | Path,
     source: str | Path | HwHForCausalLM,
@@ -91,7 +104,6 @@ def load_pair(
         SourceError: one of them is incomplete.
     """
     student, folder = load_hybrid(hybrid), Path(hybrid)
-    record = read_json(folder / RECORD, list, HealingError) if (folder / RECORD).is_file() else []
     given = source if isinstance(source, str | Path) else "the source"
     teacher = load_exact(source, gguf_file=gguf_file, revision=revision) if isinstance(source, str | Path) else source
     for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
@@ -100,9 +112,7 @@ def load_pair(
             raise HealingError(
                 f"{hybrid} has {field} {ours}, {given} has {theirs}: give the model that it was made from"
             )
-    reader = ShardReader(folder)
-    dtypes = {name: FLOAT_DTYPES[spec.dtype] for name, spec in reader.specs.items()}
-    reader.close()
+    dtypes = stored_dtypes(folder)
     ours, theirs = student.state_dict(), teacher.state_dict()
     for name, dtype in dtypes.items():
         if "token_mixer" not in name and not ours[name].to(dtype).equal(theirs[name].to(dtype)):
@@ -110,7 +120,7 @@ def load_pair(
                 f"{hybrid} and {given} differ in {name}, which conversion copies and healing leaves alone: give the "
                 "model that it was made from"
             )
-    return Pair(folder, teacher, student, dtypes, record)
+    return Pair(folder, teacher, student, dtypes, stages(folder))
 
 
 @dataclass(frozen=True)
@@ -163,29 +173,48 @@ def healing_text(
 
 
 def write_healed(pair: Pair, out: str | Path, stage: dict[str, Any]) -> None:
-    """Writes the healed model beside what the hybrid's folder held, and appends `stage` to its record.
+    """Writes the healed model, see [`write_stage`]."""
+    write_stage(pair.hybrid, pair.folder, pair.dtypes, out, [*pair.record, stage])
 
-    The folder appears under its name when it is complete. `pair.hybrid` is rounded to what it is stored in.
+
+def write_stage(
+    model: PreTrainedModel,
+    folder: Path,
+    dtypes: dict[str, torch.dtype],
+    out: str | Path,
+    record: list[dict[str, Any]],
+) -> None:
+    """Writes a changed model beside what its old folder held, and what it has gone through.
+
+    The folder appears under its name when it is complete. `model` is rounded to what it is stored in.
+
+    Args:
+        model: in float32.
+        folder: the model before the change.
+        dtypes: what each tensor is stored in.
+        out: the folder to write.
+        record: all stages; the last one, this one's, is added to the model card.
 
     Raises:
         HealingError: a value is not finite; nothing is written.
     """
-    for name, parameter in pair.hybrid.named_parameters():
+    stage = record[-1]
+    for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise HealingError(
                 f"{name} has values that are not finite after the stage {stage['stage']!r}, so nothing is written: "
                 "check the source's weights, or take a smaller learning rate or a stronger ridge"
             )
-    with atomic_folder(out) as folder:
+    with atomic_folder(out) as new:
         ignored = shutil.ignore_patterns(*WEIGHTS, "__pycache__")
-        shutil.copytree(pair.folder, folder, ignore=ignored, dirs_exist_ok=True)
-        for name, parameter in pair.hybrid.named_parameters():
+        shutil.copytree(folder, new, ignore=ignored, dirs_exist_ok=True)
+        for name, parameter in model.named_parameters():
             # Each in its own: decay parameters are float32 whatever the model's dtype is.
-            parameter.data = parameter.data.to(pair.dtypes[name])
-        pair.hybrid.save_pretrained(folder)
-        pair.hybrid.float()
-        write_json(folder / RECORD, [*pair.record, stage])
-        card = folder / "README.md"
+            parameter.data = parameter.data.to(dtypes[name])
+        model.save_pretrained(new)
+        model.float()
+        write_json(new / RECORD, record)
+        card = new / "README.md"
         if card.is_file():
             settings = ", ".join(f"{name} {value}" for name, value in stage.items() if name != "stage")
-            card.write_text(f"{card.read_text().rstrip()}\n\n## Healing: {stage['stage']}\n\n{settings}.\n")
+            card.write_text(f"{card.read_text().rstrip()}\n\n## Stage: {stage['stage']}\n\n{settings}.\n")

@@ -194,7 +194,7 @@ def test_the_commands_end_to_end(source, raw, text, tmp_path):
     stages = json.loads((tmp_path / "aligned" / "healing.json").read_text())
     assert [stage["stage"] for stage in stages] == ["calibrate", "align"]
     assert not (tmp_path / "aligned.align").exists()
-    assert "## Healing: align" in (tmp_path / "aligned" / "README.md").read_text()
+    assert "## Stage: align" in (tmp_path / "aligned" / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "aligned")
     before = load_file(
         raw / "model.safetensors" if (raw / "model.safetensors").exists() else next(raw.glob("*.safetensors"))
