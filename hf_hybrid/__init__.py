@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from .configuration_hwh import HwHConfig
+from .configuration_tlm import TLMConfig
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,16 @@ _FAMILIES = [
             AutoModelForCausalLM: "HwHForCausalLM",
             AutoModelForSequenceClassification: "HwHForSequenceClassification",
             AutoModelForTokenClassification: "HwHForTokenClassification",
+        },
+    ),
+    (
+        TLMConfig,
+        "modeling_tlm",
+        {
+            AutoModel: "TLMModel",
+            AutoModelForCausalLM: "TLMForCausalLM",
+            AutoModelForSequenceClassification: "TLMForSequenceClassification",
+            AutoModelForTokenClassification: "TLMForTokenClassification",
         },
     ),
 ]
