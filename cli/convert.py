@@ -39,15 +39,17 @@ def convert(
     from hf_hybrid.conversion.convert import convert as run
     from hf_hybrid.conversion.head_map import HeadMap
 
+    allocation = None if heads is None else Allocation.load(heads)
+    head_map = None if map is None else HeadMap.load(map)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar:
         task = bar.add_task("converting", total=None, visible=False)
         record = run(
             model,
             out,
-            heads=None if heads is None else Allocation.load(heads),
+            heads=allocation,
             exact=exact,
-            head_map=None if map is None else HeadMap.load(map),
+            head_map=head_map,
             keep_rope=keep_rope,
             keep_window=keep_window,
             preset=preset.value,
@@ -59,7 +61,19 @@ def convert(
             progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
         )
     typer.echo(describe(record))
+    for note in notes_on_origin(record["source"]["model"], allocation=allocation, head_map=head_map):
+        typer.secho(note, fg=typer.colors.YELLOW, err=True)
     typer.echo(f"wrote {out}")
+
+
+def notes_on_origin(source: str, *, allocation, head_map) -> list[str]:
+    """A line for an allocation or a map that another model was measured for, by the last part of the model's name."""
+    measured = {"allocation": allocation and allocation.model, "head map": head_map and head_map.metadata["model"]}
+    return [
+        f"note: the {kind} was measured on {model}, the source is {source}: make one of the source"
+        for kind, model in measured.items()
+        if model and Path(model).name.removesuffix(".gguf") != Path(source).name.removesuffix(".gguf")
+    ]
 
 
 def parse_overrides(texts: list[str]) -> dict[str, object]:

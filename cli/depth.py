@@ -27,10 +27,11 @@ def depth(
     from hf_hybrid.conversion.depth_asymmetry import draw, mlp_alignment
     from hf_hybrid.conversion.picture_page import write_page
     from hf_hybrid.conversion.source_model import load_source
-    from hf_hybrid.conversion.text_data import even_windows, load_text, text_digest, tokenize
+    from hf_hybrid.conversion.text_data import check_context, even_windows, load_text, text_digest, tokenize
 
     content = load_text(text)
     loaded, tokenizer = load_source(model, gguf_file=gguf_file, revision=revision, device=device)
+    check_context(window_length, loaded.config, "window-length")
     tokens = even_windows(tokenize(tokenizer, content), window_length, windows, tokenizer=tokenizer)
     with Progress() as bar:
         alignment = mlp_alignment(loaded, tokens, progress=advance(bar, "windows"))

@@ -20,13 +20,16 @@ def heal(hybrid: Path, source: str, out: Path, settings, text: Path | None, rows
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from transformers import AutoConfig
 
     from hf_hybrid.conversion.files import require_place
     from hf_hybrid.conversion.healing import check_hybrid, healing_text, load_pair
     from hf_hybrid.conversion.healing_stages import run_stage
     from hf_hybrid.conversion.source_model import load_tokenizer
+    from hf_hybrid.conversion.text_data import check_context
 
     require_place(out)
+    check_context(rows["length"], AutoConfig.from_pretrained(check_hybrid(hybrid)))
     data = healing_text(load_tokenizer(check_hybrid(hybrid)), text, **rows)
     pair = load_pair(hybrid, source, **where)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

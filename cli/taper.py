@@ -20,8 +20,8 @@ def taper(
     multiple_of: Annotated[int, typer.Option(min=1, help="What every width is a multiple of.")] = 16,
     grow_only: Annotated[bool, typer.Option("--grow-only", help="Only add neurons: the same function.")] = False,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text; default: Python's own documentation.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of it that say which neurons matter.")] = 8192,
-    length: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of it that say which neurons matter.")] = 8192,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 512,
     seed: Annotated[int, typer.Option(**SEEDS, help="Seed of the new neurons.")] = 0,
     gguf_file: Annotated[str | None, typer.Option(help="Name of the GGUF file in MODEL.")] = None,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub MODEL.")] = None,
@@ -38,13 +38,14 @@ def taper(
     from hf_hybrid.conversion.source_model import load_tokenizer
     from hf_hybrid.conversion.taper import neuron_importance, open_zoo_model
     from hf_hybrid.conversion.taper import taper as run
-    from hf_hybrid.conversion.text_data import heldout_windows
+    from hf_hybrid.conversion.text_data import check_context, heldout_windows
     from hf_hybrid.width_taper import tapered_widths
 
     mlp_taper = {"schedule": schedule.value, "start": start, "end": end, "multiple_of": multiple_of}
     with open_zoo_model(model, gguf_file=gguf_file, revision=revision) as (loaded, folder):
         # Before the work: widths that don't fit, and texts that are too short.
         tapered_widths(loaded.config.num_hidden_layers, loaded.config.intermediate_size, **mlp_taper)
+        check_context(length, loaded.config)
         tokenizer = load_tokenizer(model, folder)
         windows = heldout_windows(tokenizer, text, length=length)
         importance, stage = None, {"stage": "taper", **mlp_taper, "grow_only": grow_only, "seed": seed}

@@ -222,6 +222,13 @@ def allocate(
             ranking = torch.rand(scores.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         else:
             ranking = scores
+        if not 0 <= minimum_per_layer <= units:
+            raise AllocationError(f"minimum_per_layer is {minimum_per_layer}: give 0 to {units}, the units of a layer")
+        if maximum_per_layer is not None and maximum_per_layer < max(minimum_per_layer, 1):
+            raise AllocationError(
+                f"maximum_per_layer is {maximum_per_layer}: give at least {max(minimum_per_layer, 1)}"
+                + (", the minimum_per_layer" if minimum_per_layer > 1 else "")
+            )
         low, high = minimum_per_layer, units if maximum_per_layer is None else min(maximum_per_layer, units)
         if strategy == "uniform":
             low, high = max(low, budget // layers), min(high, -(-budget // layers))
@@ -229,7 +236,7 @@ def allocate(
             raise AllocationError(
                 f"the budget is {budget} of {layers * units} units in {layers} layers of {units}, which strategy"
                 f" {strategy!r} cannot spend with minimum_per_layer {minimum_per_layer} and maximum_per_layer"
-                f" {maximum_per_layer}"
+                f" {maximum_per_layer}: these allow {layers * max(low, 0)} to {layers * high} units"
             )
         chosen = _lowest_within_bounds(ranking.tolist(), budget, low, high)
 

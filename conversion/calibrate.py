@@ -159,7 +159,7 @@ def calibrate_layer(
             starts = starts.scaled(factors)
     fitted = ridge(rest + starts, weight, settings.ridge)
     weight.copy_(fitted)
-    return before, rest.error(weight)
+    return max(before, 0.0), max(rest.error(weight), 0.0)
 
 
 def calibrate(

@@ -322,6 +322,11 @@ def hwh_config(
         rotary_error = error
     if unknown := sorted(set(overrides) - set(HwHConfig.__dataclass_fields__)):
         raise ValueError(f"overrides name {unknown[0]!r}, which is no field of HwHConfig.")
+    if "mlp_taper" in overrides:
+        raise ValueError(
+            f"overrides set mlp_taper to {overrides['mlp_taper']!r}, but conversion copies the source's MLPs: convert "
+            "first, then narrow them with hf-hybrid taper."
+        )
     if settled := sorted(set(overrides) & set(fields)):
         raise ValueError(
             f"overrides set {settled[0]!r} to {overrides[settled[0]]!r}, but the source and heads settle it."

@@ -8,6 +8,7 @@ after, since the best projection of the trained heads has a closed form.
 
 import hashlib
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from hf_hybrid.conversion.layerwise import LayerRunner, Rows, walk_layers
 from hf_hybrid.validators import validate_at_least, validate_range
 
 SETTINGS = "settings.json"
+# Share of the energy: float32 rounding.
+NOTHING_MISSED = 1e-9
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def align(
         Per layer, the share of the target's energy that is missed before and after; first tokens left out.
 
     Raises:
-        HealingError: `checkpoint` holds layers of a run with other settings, text or model.
+        HealingError: `checkpoint` holds layers of a run with other settings, text or model; or training diverged.
     """
     if checkpoint is not None:
         _open_checkpoint(checkpoint, settings, sequences, start_tokens, source, hybrid)
@@ -142,9 +145,16 @@ def align(
             errors.append(tuple(state.pop("errors").tolist()))
             mixer.load_state_dict(state)
         else:
-            before, _ = calibrate_layer(hybrid, layer, groups, settings.calibration)
-            align_layer(hybrid, layer, groups, settings)
-            _, after = calibrate_layer(hybrid, layer, groups, settings.calibration, fit_gains=False)
+            before, after = calibrate_layer(hybrid, layer, groups, settings.calibration)
+            # A layer that is its source's has nothing to learn.
+            if after > NOTHING_MISSED:
+                align_layer(hybrid, layer, groups, settings)
+                if not all(parameter.isfinite().all() for parameter in mixer.parameters()):
+                    raise HealingError(
+                        f"layer {layer} has values that are not finite with learning_rate {settings.learning_rate}: "
+                        "take a smaller one" + _forget(checkpoint)
+                    )
+                _, after = calibrate_layer(hybrid, layer, groups, settings.calibration, fit_gains=False)
             errors.append((before, after))
             if saved is not None:
                 state = {name: tensor.contiguous() for name, tensor in mixer.state_dict().items()}
@@ -153,6 +163,16 @@ def align(
         if progress is not None:
             progress(layer, *errors[-1])
     return errors
+
+
+def _forget(checkpoint: Path | None) -> str:
+    """Removes a checkpoint that holds no finished layer; otherwise says that it is in the way."""
+    if checkpoint is None:
+        return ""
+    if any(checkpoint.glob("layer-*.safetensors")):
+        return f", and remove {checkpoint}, whose layers were trained with this one"
+    shutil.rmtree(checkpoint)
+    return ""
 
 
 def _open_checkpoint(

@@ -163,7 +163,7 @@ def healing_text(
     tokens = text_data.training_tokens(tokenizer, path)
     if len(tokens) < rows * length:
         raise HealingError(
-            f"the text has {len(tokens)} training tokens, {rows * length} were asked for: give a longer text or a "
+            f"the text has {len(tokens)} training tokens, {num_tokens} were asked for: give a longer text or a "
             f"smaller budget"
         )
     generator = torch.Generator().manual_seed(seed)

@@ -9,16 +9,17 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
-from hf_hybrid.conversion.source_model import SourceError, locate
-from hf_hybrid.gated_delta_net import GatedDeltaNet
+from hf_hybrid.conversion.source_model import FORMAT_ERRORS, SourceError, first_line, locate
 
 # Part of each parameter, by the first of these that its name contains. Mixers have their own norms, gates and states.
 PARTS = {
     "embed_tokens.": "embedding",
     ".o_proj.": "output projections",
+    ".m_proj.": "output projections",
     ".attention.": "full-attention mixers",
     ".self_attn.": "full-attention mixers",
     ".linear_attention.": "linear mixers",
+    ".memory.": "neural memories",
     ".mlp.": "MLPs",
     "norm.": "norms",
     "lm_head.": "head",
@@ -96,8 +97,8 @@ def read_config(model: str | Path) -> PreTrainedConfig:
     location, gguf_file = locate(model, None)
     try:
         return AutoConfig.from_pretrained(location, gguf_file=gguf_file)
-    except (OSError, ValueError) as error:
-        raise SourceError(f"cannot read the configuration of {model}: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, *FORMAT_ERRORS) as error:
+        raise SourceError(f"cannot read the configuration of {model}: {first_line(error)}") from error
 
 
 def inspect_config(config: PreTrainedConfig) -> ModelSize:
@@ -123,8 +124,8 @@ def _layer_caches(model: nn.Module) -> tuple[LayerCache, ...]:
     token, recurrent, conv, known = Counter(), Counter(), Counter(), set()
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
-        if isinstance(module, GatedDeltaNet):
-            recurrent[layer] += module.num_heads * module.key_dim * module.value_dim * torch.float32.itemsize
+        if hasattr(module, "recurrent_numbers"):
+            recurrent[layer] += module.recurrent_numbers * torch.float32.itemsize
             conv[layer] += module.history_channels * module.history_length * itemsize
             known.add(layer)
         elif layer is not None and hasattr(module, "k_proj") and hasattr(module, "v_proj"):

@@ -41,6 +41,8 @@ def load_source(
         ImportError: if it is a GGUF file and the package `gguf` is missing.
     """
     location, gguf_file = locate(model, gguf_file)
+    if revision is not None and Path(model).exists():
+        raise SourceError(f"revision is {revision!r}, but {model} is local and has only one")
     options = {"revision": revision, "gguf_file": gguf_file}
     if gguf_file is None:
         _refuse_quantised(model, _read(AutoConfig, model, location, **options))
@@ -86,7 +88,7 @@ def load_tokenizer(model: str | Path, location: str | Path | None = None, **opti
     try:
         tokenizer = AutoTokenizer.from_pretrained(location or model, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SourceError(f"{missing}: {_first_line(error)}") from error
+        raise SourceError(f"{missing}: {first_line(error)}") from error
     # Without files transformers may hand out the architecture's tokenizer with an empty vocabulary.
     if not tokenizer("A", add_special_tokens=False)["input_ids"]:
         raise SourceError(missing)
@@ -126,7 +128,7 @@ def _checked_device(device: torch.device | str) -> torch.device | str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise SourceError(
-            f"device is {str(device)!r}, which cannot be used here: {_first_line(error)}; give cpu, or a device of "
+            f"device is {str(device)!r}, which cannot be used here: {first_line(error)}; give cpu, or a device of "
             "this machine"
         ) from error
     return device
@@ -136,10 +138,11 @@ def _read(auto_class: type, model: str | Path, location: str | Path, **options):
     try:
         return auto_class.from_pretrained(location, **options)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, *FORMAT_ERRORS) as error:
-        raise SourceError(f"cannot read the model {model}: {_first_line(error)}") from error
+        raise SourceError(f"cannot read the model {model}: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     # The strict data classes' first line only says which of their checks failed.
     text = str(getattr(error, "__cause__", None) or error) if isinstance(error, StrictDataclassError) else str(error)
     return (text.strip() or type(error).__name__).splitlines()[0]

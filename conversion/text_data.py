@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from hf_hybrid.conversion.source_model import SourceError
@@ -87,6 +88,15 @@ def token_windows(
     return torch.stack([torch.cat((tokens.new_tensor(prefix), tokens[start : start + body])) for start in starts])
 
 
+def check_context(length: int, config: PreTrainedConfig, field: str = "length") -> None:
+    """Raises `SourceError` if rows of `length` tokens are longer than what the model was made for."""
+    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None and length > context:
+        raise SourceError(
+            f"{field} is {length}, longer than the model's context of {context} tokens: give at most that"
+        )
+
+
 def even_windows(
     tokens: Tensor, length: int, count: int, *, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Tensor:
@@ -98,10 +108,14 @@ def even_windows(
     if length < 2 or count < 1:
         raise SourceError(f"{count} windows of {length} tokens: there must be at least one, of at least 2 tokens")
     if count * length > len(tokens):
+        windows, longest = len(tokens) // length, len(tokens) // count
+        ways = [f"at most {windows} windows"] * (windows >= 1) + [f"windows of at most {longest} tokens"] * (
+            longest >= 2
+        )
+        shorter = "".join(f", or {way}" for way in ways)
         raise SourceError(
             f"the text is too short: {count} windows of {length} tokens need {count * length} tokens, it has"
-            f" {len(tokens)} for this purpose; give a longer text, or at most {len(tokens) // length} windows, or"
-            f" windows of at most {len(tokens) // count} tokens"
+            f" {len(tokens)} for this purpose; give a longer text{shorter}"
         )
     starts = [index * (len(tokens) - length) // max(count - 1, 1) for index in range(count)]
     return token_windows(tokens, length, starts, tokenizer=tokenizer)

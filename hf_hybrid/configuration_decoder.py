@@ -1,5 +1,7 @@
 """What the configurations of all families share: sizes, attention options, windows, MLP widths, and their checks."""
 
+from dataclasses import fields
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
@@ -74,8 +76,8 @@ class DecoderConfig(PreTrainedConfig):
     head_dim: int | None = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
+    initializer_range: int | float = 0.02
+    rms_norm_eps: int | float = 1e-6
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
@@ -121,12 +123,28 @@ class DecoderConfig(PreTrainedConfig):
                 "derived"
             )
         self.layer_types = derived
-        # Layers may differ in MLP width; readers outside of the zoo get the mean and not an error.
-        self.allow_global_per_layer_attribute_access = True
         self.auto_map = {**self.family_auto_map, **(kwargs.pop("auto_map", None) or {})}
         if widths := self._per_layer_widths(kwargs.pop("per_layer_config", None) or {}):
             kwargs["per_layer_config"] = {layer: {"intermediate_size": width} for layer, width in widths.items()}
         super().__post_init__(**kwargs)
+
+    def __getattribute__(self, name: str):
+        # Where layers differ in MLP width, readers outside of the zoo get the mean, without an error or a warning.
+        return object.__getattribute__(self, name) if name == "intermediate_size" else super().__getattribute__(name)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """Like the parent's, with fields in `kwargs` checked and derived from like any others, not set afterwards."""
+        own = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
+        changed = {name: kwargs.pop(name) for name in list(kwargs) if name in own or name == "per_layer_config"}
+        merged = {**config_dict, **changed}
+        if changed and "layer_types" not in changed:
+            merged.pop("layer_types", None)
+        # Widths that a taper gave follow the fields that it is made of.
+        derived = config_dict.get("mlp_taper") is not None or changed.get("mlp_taper") is not None
+        if derived and {"mlp_taper", "intermediate_size", "num_hidden_layers"} & changed.keys():
+            merged["per_layer_config"] = changed.get("per_layer_config")
+        return super().from_dict(merged, **kwargs)
 
     def derive_fields(self):
         """A family's own derivations: after the sizes are known, before `layer_types` is."""
@@ -138,16 +156,24 @@ class DecoderConfig(PreTrainedConfig):
     def _per_layer_widths(self, given: dict) -> dict[int, int]:
         """MLP widths by layer, from `per_layer_config` or `mlp_taper`; none when every layer has the mean."""
         widths = {}
-        for layer, fields in given.items():
-            if others := sorted(set(fields) - {"intermediate_size"}):
+        if not isinstance(given, dict) or not all(isinstance(changed, dict) for changed in given.values()):
+            raise ValueError(
+                f"per_layer_config is {given!r}: give the layers that differ, as {{3: {{'intermediate_size': 512}}}}"
+            )
+        for layer, changed in given.items():
+            if not str(layer).isdecimal() or int(layer) >= self.num_hidden_layers:
+                raise ValueError(
+                    f"per_layer_config names layer {layer!r}: give layers from 0 to {self.num_hidden_layers - 1}"
+                )
+            if others := sorted(set(changed) - {"intermediate_size"}):
                 raise ValueError(
                     f"per_layer_config[{layer}] sets {others[0]!r}: layers may differ in intermediate_size only"
                 )
-            widths[int(layer)] = fields.get("intermediate_size", self.intermediate_size)
+            widths[int(layer)] = changed.get("intermediate_size", self.intermediate_size)
             validate_at_least(f"per_layer_config[{layer}]['intermediate_size']", widths[int(layer)], 1)
         if self.mlp_taper is None:
             return widths
-        if wrong := sorted(set(self.mlp_taper) - set(MLP_TAPER_FIELDS)):
+        if wrong := [name for name in self.mlp_taper if name not in MLP_TAPER_FIELDS]:
             raise ValueError(f"mlp_taper has {wrong[0]!r}: give {', '.join(MLP_TAPER_FIELDS)}")
         try:
             tapered = dict(enumerate(tapered_widths(self.num_hidden_layers, self.intermediate_size, **self.mlp_taper)))
@@ -168,6 +194,7 @@ class DecoderConfig(PreTrainedConfig):
             raise ValueError(f"head_dim is {self.head_dim}: rotary positions turn pairs, give an even number")
         validate_activation("hidden_act", self.hidden_act)
         validate_rope_parameters(self.rope_parameters)
+        validate_at_least("max_position_embeddings", self.max_position_embeddings, 1)
         validate_range("rms_norm_eps", self.rms_norm_eps, 0)
         validate_range("initializer_range", self.initializer_range, 0)
         validate_range("attention_dropout", self.attention_dropout, 0, 1, below=True)

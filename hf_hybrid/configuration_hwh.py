@@ -5,7 +5,8 @@ from huggingface_hub.dataclasses import strict
 from .configuration_decoder import DecoderConfig, hub_classes
 from .validators import validate_activation, validate_at_least, validate_choice, validate_range
 
-# What the `linear_*` fields left at None become. Measured reasons for the upcycling column: README, "Upcycling".
+# What the `linear_*` fields left at None become. Measured reasons for the upcycling column: README, "From a RoPE
+# checkpoint to a healed hybrid".
 LINEAR_PRESETS = {
     "from_scratch": {
         "linear_conv_activation": "silu",

@@ -84,9 +84,9 @@ class TLMConfig(DecoderConfig):
     memory_expansion: int = 2
     memory_conv_kernel_dim: int = 4
     memory_residual: bool = True
-    memory_max_rate: float | None = None
-    memory_forgetting: float = 1e-3
-    memory_momentum: float = 0.9
+    memory_max_rate: int | float | None = None
+    memory_forgetting: int | float = 1e-3
+    memory_momentum: int | float = 0.9
 
     def derive_fields(self):
         """Resolves the gate of gated attention, and window and inner learning rate of Titans."""

@@ -187,9 +187,20 @@ class DecoderModel(DecoderPreTrainedModel):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], SequenceLayout]:
         """Positions, masks and layout of one pass. Raises `ValueError` for packed rows that can't be kept apart."""
         batch_size, length = inputs_embeds.shape[:2]
+        is_recurrent = not set(self.config.layer_types) <= {"full_attention", "sliding_attention"}
         check_shapes(
-            batch_size, length, attention_mask if isinstance(attention_mask, torch.Tensor) else None, position_ids
+            batch_size,
+            length,
+            None if isinstance(attention_mask, dict) else attention_mask,
+            position_ids,
+            has_past=cache is not None,
+            is_recurrent=is_recurrent,
         )
+        if is_recurrent and cache is not None and getattr(cache, "layer_class_to_replicate", None) is not None:
+            raise ValueError(
+                "the cache was made without a configuration, so it has no place for recurrent states: give "
+                "DynamicCache(config=model.config)"
+            )
         # `generate` makes the masks itself when the forward pass is compiled; the rows are then never packed.
         masks, padding = (attention_mask, None) if isinstance(attention_mask, dict) else (None, attention_mask)
         documents = None
@@ -240,6 +251,8 @@ class DecoderModel(DecoderPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give input_ids or inputs_embeds, one of the two")
         if inputs_embeds is None:
+            if input_ids.ndim != 2:
+                raise ValueError(f"input_ids have shape {list(input_ids.shape)}: give [batch, tokens]")
             inputs_embeds = self.embed_tokens(input_ids)
 
         position_ids, masks, layout = self._read_layout(

@@ -27,7 +27,18 @@ def unit_length(vectors: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return vectors * torch.rsqrt(vectors.pow(2).sum(dim=-1, keepdim=True) + eps)
 
 
-class LogDecay(nn.Module):
+class Float32Parameters(nn.Module):
+    """Keeps its parameters in float32 when the model is cast: `half()` and `to(dtype)` only move them."""
+
+    def _apply(self, fn, recurse: bool = True):
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        return super()._apply(moved, recurse)
+
+
+class LogDecay(Float32Parameters):
     """Log-decay per token and head; its parameters stay float32 whatever the model's dtype.
 
     They live in a module of their own so that sharded training can wrap them apart from half-precision weights.
@@ -115,6 +126,11 @@ class GatedDeltaNet(nn.Module):
     def history_channels(self) -> int:
         """Numbers that the cache keeps of each past token for the convolution."""
         return self.conv1d.in_channels + self.marks_tokens
+
+    @property
+    def recurrent_numbers(self) -> int:
+        """Numbers that the cache keeps of the recurrence for each sequence, in float32."""
+        return self.num_heads * self.key_dim * self.value_dim
 
     def _with_history(self, mixed: torch.Tensor, cache: Cache | None) -> torch.Tensor:
         """`[B, T, C]` -> `[B, P + T, C]`: the row behind the last tokens that the cache kept, or behind zeros."""

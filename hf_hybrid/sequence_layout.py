@@ -130,17 +130,39 @@ def real_token_window(attention_mask: torch.Tensor, window: int) -> Callable:
 
 
 def check_shapes(
-    batch_size: int, length: int, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    batch_size: int,
+    length: int,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    *,
+    has_past: bool,
+    is_recurrent: bool,
 ) -> None:
-    """Raises `ValueError` where there is nothing to read, or a mask or positions do not fit `[batch_size, length]`."""
+    """Raises `ValueError` where there is nothing to read, or a mask or positions do not fit `[batch_size, length]`.
+
+    Args:
+        has_past: whether a cache is given, whose tokens the mask covers as well.
+        is_recurrent: whether some layer can't follow a mask of four dimensions.
+    """
     if batch_size == 0 or length == 0:
         raise ValueError(f"the input is {batch_size} rows of {length} tokens: give at least one row of one token")
-    if attention_mask is not None and attention_mask.ndim == 2:
-        rows, columns = attention_mask.shape
-        if rows != batch_size or columns < length:
+    if attention_mask is not None:
+        if not isinstance(attention_mask, torch.Tensor):
+            raise ValueError(f"attention_mask is a {type(attention_mask).__name__}: give a tensor [batch, tokens]")
+        shape = list(attention_mask.shape)
+        if len(shape) not in ((2,) if is_recurrent else (2, 4)):
             raise ValueError(
-                f"attention_mask has shape [{rows}, {columns}], but the input is [{batch_size}, {length}]: give a "
-                "column for each cached and each new token"
+                f"attention_mask has shape {shape}: give [batch, tokens], nonzero at real tokens"
+                + (
+                    "; recurrent heads can't follow a mask of pairs, packed rows come as position_ids"
+                    if is_recurrent
+                    else ""
+                )
+            )
+        if len(shape) == 2 and (shape[0] != batch_size or shape[1] < length or (shape[1] > length and not has_past)):
+            raise ValueError(
+                f"attention_mask has shape {shape}, but the input is [{batch_size}, {length}]: give a column for each "
+                "cached and each new token"
             )
     if position_ids is not None and (
         position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch_size) or position_ids.shape[1] != length
@@ -174,6 +196,8 @@ def read_documents(
         ValueError: `cu_seq_lens` with more than one row, or not growing from 0 to T.
     """
     if cu_seq_lens is not None:
+        if not isinstance(cu_seq_lens, torch.Tensor):
+            raise ValueError(f"cu_seq_lens is a {type(cu_seq_lens).__name__}: give a tensor of whole numbers")
         if batch_size != 1:
             raise ValueError(
                 f"cu_seq_lens describes one flattened row, but the batch has {batch_size} rows: flatten it to [1, T]"

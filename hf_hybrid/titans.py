@@ -14,12 +14,12 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from .attention import RMSNorm, SoftmaxAttention
-from .gated_delta_net import ShortConvolution, unit_length
+from .gated_delta_net import Float32Parameters, ShortConvolution, unit_length
 from .neural_memory import MemoryState, chunk_neural_memory
 from .sequence_layout import SequenceLayout
 
 
-class MemoryGates(nn.Module):
+class MemoryGates(Float32Parameters):
     """Forgetting, momentum and inner learning rate per token and head; biases stay float32 whatever the model's dtype.
 
     They live in a module of their own so that sharded training can wrap them apart from half-precision weights.
@@ -91,6 +91,16 @@ class NeuralMemory(nn.Module):
         matrices = [(heads, dim, hidden), (heads, hidden, dim)] * 2
         # Of each token: key and value of every head, and three gates; of the row: how many there are.
         return [*matrices, (self.chunk_size - 1, heads * (2 * dim + 3)), (1,)]
+
+    @property
+    def recurrent_numbers(self) -> int:
+        """Numbers that the cache keeps of the memory for each sequence, in float32."""
+        return sum(math.prod(shape) for shape in self._state_shapes)
+
+    @property
+    def history_channels(self) -> int:
+        """Numbers that the cache keeps of each past token for the convolution."""
+        return self.conv1d.in_channels
 
     def _initial_state(self, batch_size: int) -> MemoryState:
         weights = (self.initial_w1.float(), self.initial_w2.float())

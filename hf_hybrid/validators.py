@@ -14,7 +14,9 @@ def validate_choice(field: str, value: Any, choices: Collection) -> None:
 
 
 def validate_at_least(field: str, value: int, least: int, why: str = "") -> None:
-    """Raises `ValueError` naming field and value if `value` is smaller than `least`."""
+    """Raises `ValueError` naming field and value unless `value` is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{field} is {value!r}: give a whole number of at least {least}{why}")
     if value < least:
         raise ValueError(f"{field} is {value}: give at least {least}{why}")
 
@@ -28,17 +30,21 @@ def validate_range(
         above: `low` itself is out of range too.
         below: `high` itself is out of range too.
     """
-    inside = math.isfinite(value) and (low < value if above else low <= value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    inside = is_number and math.isfinite(value) and (low < value if above else low <= value)
     if not (inside and (value < high if below else value <= high)):
         lower = f"above {low}" if above else f"of at least {low}"
         upper = "" if high == math.inf else f" and {'below' if below else 'at most'} {high}"
-        raise ValueError(f"{field} is {value}: give a finite number {lower}{upper}")
+        raise ValueError(f"{field} is {value!r}: give a finite number {lower}{upper}")
 
 
 def validate_rope_parameters(parameters: dict | None) -> None:
     """Raises `ValueError` for rotary parameters that the zoo's models would not follow."""
-    kind, factor = (parameters or {}).get("rope_type", "default"), (parameters or {}).get("partial_rotary_factor", 1.0)
+    parameters = parameters or {}
+    kind, factor = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor", 1.0)
     validate_choice("rope_parameters['rope_type']", kind, ("default", *ROPE_INIT_FUNCTIONS))
+    if "rope_theta" in parameters:
+        validate_range("rope_parameters['rope_theta']", parameters["rope_theta"], 0, above=True)
     if factor not in (None, 1.0):
         raise ValueError(f"rope_parameters['partial_rotary_factor'] is {factor}: whole heads are rotated, leave it out")
 

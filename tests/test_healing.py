@@ -228,7 +228,7 @@ def refused(message, *arguments):
     ],
 )
 def test_bad_input_is_named_before_anything_is_written(source, raw, text, tmp_path, command, option, value, message):
-    refused(message, command, raw, source, tmp_path / "out", "--text", text, option, value)
+    refused(message, command, raw, source, tmp_path / "out", "--text", text, "--length", 64, option, value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -69,17 +69,22 @@ def test_parameters_by_part(case, tied):
     def count(*modules):
         return sum(p.numel() for module in modules if module is not None for p in module.parameters())
 
+    def of_mixers(*names):
+        return count(*(getattr(layer.token_mixer, name, None) for layer in model.model.layers for name in names))
+
     layers = model.model.layers
     assert size.parameters == {
         "embedding": count(model.model.embed_tokens),
-        "output projections": count(*(layer.token_mixer.o_proj for layer in layers)),
-        "full-attention mixers": count(*(layer.token_mixer.attention for layer in layers)),
-        "linear mixers": count(*(layer.token_mixer.linear_attention for layer in layers)),
+        "output projections": of_mixers("o_proj", "m_proj"),
+        "full-attention mixers": of_mixers("attention"),
+        "linear mixers": of_mixers("linear_attention"),
+        "neural memories": of_mixers("memory"),
         "MLPs": count(*(layer.mlp for layer in layers)),
         "norms": count(
             model.model.norm,
             *(norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)),
-        ),
+        )
+        + of_mixers("memory_norm", "attention_norm"),
         "head": 0 if tied else count(model.lm_head),
         "other": 0,
     }

@@ -289,3 +289,16 @@ def test_configuration_round_trip(case, tmp_path):
     config = configure(case)
     config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
+
+
+@every_model
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
+def test_casting_leaves_the_decay_in_float32(case, cast):
+    before = build(case)
+    after = getattr(build(case), cast)()
+    for (name, old), (_, new) in zip(before.named_parameters(), after.named_parameters(), strict=True):
+        if ".decay." in name:
+            assert new.dtype == torch.float32
+            assert new.equal(old)
+        else:
+            assert new.dtype == {"half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}[cast]
