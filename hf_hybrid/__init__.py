@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from .configuration_hwh import HwHConfig
+from .configuration_mobius import MobiusConfig
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,16 @@ _FAMILIES = [
             AutoModelForCausalLM: "HwHForCausalLM",
             AutoModelForSequenceClassification: "HwHForSequenceClassification",
             AutoModelForTokenClassification: "HwHForTokenClassification",
+        },
+    ),
+    (
+        MobiusConfig,
+        "modeling_mobius",
+        {
+            AutoModel: "MobiusModel",
+            AutoModelForCausalLM: "MobiusForCausalLM",
+            AutoModelForSequenceClassification: "MobiusForSequenceClassification",
+            AutoModelForTokenClassification: "MobiusForTokenClassification",
         },
     ),
 ]
