@@ -81,6 +81,9 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.mlp = (GatedMLP if config.mlp_gated else PlainMLP)(config.per_layer_config[layer_idx])
         norm = (config.hidden_size, config.rms_norm_eps, config.norm_weights)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(*norm), RMSNorm(*norm)
+        if config.zero_init_outputs:
+            # Told to the maps themselves: transformers initialises only modules with parameters of their own.
+            token_mixer.o_proj.starts_at_zero = self.mlp.down_proj.starts_at_zero = True
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """`[B, T, hidden]` -> `[B, T, hidden]`; `kwargs` are the mixer's."""
@@ -165,10 +168,8 @@ class DecoderPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
         elif isinstance(module, (SoftmaxAttention, GatedDeltaNet)) and module.head_scale is not None:
             init.ones_(module.head_scale)
-        elif isinstance(module, DecoderLayer) and self.config.zero_init_outputs:
-            # Every layer starts as the identity.
-            init.zeros_(module.token_mixer.o_proj.weight)
-            init.zeros_(module.mlp.down_proj.weight)
+        elif getattr(module, "starts_at_zero", False):
+            init.zeros_(module.weight)
 
     @staticmethod
     def create_masks_for_generate(**kwargs) -> dict[str, torch.Tensor | None]:
