@@ -81,6 +81,22 @@ FAMILIES = (
         },
         attention_heads=(1, 2),
     ),
+    Family(
+        "Mobius",
+        hf_hybrid.MobiusConfig,
+        hf_hybrid.MobiusModel,
+        hf_hybrid.MobiusForCausalLM,
+        hf_hybrid.MobiusForSequenceClassification,
+        hf_hybrid.MobiusForTokenClassification,
+        fields={
+            "full_attention_heads": [[1], [2]],
+            "num_block_groups": 2,
+            "passes": 2,
+            "start_group": 1,
+        },
+        # Both layers twice.
+        attention_heads=(1, 1, 1, 1),
+    ),
 )
 
 # The mixins look a class up by name in these tables to choose its labels, some while they are imported.
