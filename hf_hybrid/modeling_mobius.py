@@ -234,6 +234,7 @@ class MobiusForCausalLM(MobiusPreTrainedModel, DecoderForCausalLM):
             hidden_states = (hidden_states.unsqueeze(2) * own[:, None, :, None]).flatten(2)
         return self.lm_head(hidden_states)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,

@@ -89,13 +89,14 @@ FAMILIES = (
         hf_hybrid.MobiusForSequenceClassification,
         hf_hybrid.MobiusForTokenClassification,
         fields={
-            "full_attention_heads": [[1], [2]],
+            "full_attention_heads": [[0, 2], [1, 3]],
+            "sliding_window": 2,
             "num_block_groups": 2,
             "passes": 2,
             "start_group": 1,
         },
         # Both layers twice.
-        attention_heads=(1, 1, 1, 1),
+        attention_heads=(2, 2, 2, 2),
     ),
 )
 
