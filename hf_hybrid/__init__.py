@@ -15,6 +15,7 @@ from transformers import (
 
 from .configuration_hwh import HwHConfig
 from .configuration_mobius import MobiusConfig
+from .configuration_tlm import TLMConfig
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,16 @@ _FAMILIES = [
             AutoModelForCausalLM: "MobiusForCausalLM",
             AutoModelForSequenceClassification: "MobiusForSequenceClassification",
             AutoModelForTokenClassification: "MobiusForTokenClassification",
+        },
+    ),
+    (
+        TLMConfig,
+        "modeling_tlm",
+        {
+            AutoModel: "TLMModel",
+            AutoModelForCausalLM: "TLMForCausalLM",
+            AutoModelForSequenceClassification: "TLMForSequenceClassification",
+            AutoModelForTokenClassification: "TLMForTokenClassification",
         },
     ),
 ]

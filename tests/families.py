@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid import HwHConfig, MobiusConfig
+from hf_hybrid import HwHConfig, MobiusConfig, TLMConfig
 
 # Every size differs from every other, so that no transposed or broadcast dimension goes unseen.
 SIZES = {
@@ -114,6 +114,41 @@ FAMILIES = {
                 "full_attention_heads": [[], [1], [], [4]],
             },
             "gdn": {"num_block_groups": 3, "start_group": 1, "full_attention_heads": [[], [], []]},
+        },
+    ),
+    "tlm": Family(
+        TLMConfig,
+        {
+            "attention": {"mlp_taper": {"multiple_of": 4}, "qk_norm": True},
+            "gated": {"mlp_taper": {"multiple_of": 4}, "token_mixer": "gated_attention"},
+            "headwise-window": {
+                "mlp_taper": None,
+                "token_mixer": "gated_attention",
+                "attention_output_gate": "headwise",
+                "sliding_window": 4,
+                "sliding_window_layers": [1],
+            },
+            "mag": {
+                "mlp_taper": {"multiple_of": 4},
+                "token_mixer": "titans",
+                "memory_chunk_size": 5,
+                "sliding_window": 4,
+            },
+            "mal": {
+                "mlp_taper": {"multiple_of": 4},
+                "token_mixer": "titans",
+                "memory_variant": "mal",
+                "memory_chunk_size": 3,
+                "memory_residual": False,
+                "memory_conv_kernel_dim": 1,
+            },
+            "lmm": {
+                "mlp_taper": {"schedule": "linear", "multiple_of": 4},
+                "token_mixer": "titans",
+                "memory_variant": "lmm",
+                "memory_chunk_size": 4,
+                "memory_expansion": 1,
+            },
         },
     ),
 }

@@ -90,7 +90,7 @@ FAMILIES = (
         hf_hybrid.MobiusForTokenClassification,
         fields={
             "full_attention_heads": [[0, 2], [1, 3]],
-            "sliding_window": 2,
+            "sliding_window": 64,
             "num_block_groups": 2,
             "passes": 2,
             "start_group": 1,

@@ -66,6 +66,21 @@ GOLDEN = {
         passes=2,
         depth_order="layer_loop",
     ),
+    "tlm-gated": hf_hybrid.TLMConfig(
+        **SIZES, token_mixer="gated_attention", mlp_taper={"multiple_of": 5}, tie_word_embeddings=True
+    ),
+    "tlm-mag": hf_hybrid.TLMConfig(
+        **SIZES, token_mixer="titans", memory_chunk_size=3, sliding_window=4, mlp_taper={"multiple_of": 5}
+    ),
+    "tlm-mal": hf_hybrid.TLMConfig(
+        **SIZES,
+        token_mixer="titans",
+        memory_variant="mal",
+        memory_residual=False,
+        memory_expansion=1,
+        attention_bias=True,
+        mlp_taper=None,
+    ),
 }
 
 
