@@ -20,6 +20,7 @@ COMMANDS = {
     "distill": "Train a converted model towards its source.",
     "taper": "Turn a uniform checkpoint into one whose MLPs narrow with depth.",
     "depth": "Measure how much each layer's MLP repeats the residual stream.",
+    "loop": "Apply middle layers again without training, and measure whether it helps.",
     "inspect": "Show a model's parameters, heads and cache size.",
     "eval": "Evaluate models: retrieval, extrapolation, any task of lm-eval.",
     "demo": "Run all of it on a small real checkpoint and compare the stages.",

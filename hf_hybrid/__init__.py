@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from .configuration_hwh import HwHConfig
+from .configuration_mobius import MobiusConfig
 from .configuration_tlm import TLMConfig
 
 __version__ = "0.1.0"
@@ -28,6 +29,16 @@ _FAMILIES = [
             AutoModelForCausalLM: "HwHForCausalLM",
             AutoModelForSequenceClassification: "HwHForSequenceClassification",
             AutoModelForTokenClassification: "HwHForTokenClassification",
+        },
+    ),
+    (
+        MobiusConfig,
+        "modeling_mobius",
+        {
+            AutoModel: "MobiusModel",
+            AutoModelForCausalLM: "MobiusForCausalLM",
+            AutoModelForSequenceClassification: "MobiusForSequenceClassification",
+            AutoModelForTokenClassification: "MobiusForTokenClassification",
         },
     ),
     (

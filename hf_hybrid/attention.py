@@ -17,19 +17,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32 (arXiv 1910.07467)."""
 
-    def __init__(self, size: int, eps: float = 1e-6):
+    def __init__(self, size: int, eps: float = 1e-6, has_weight: bool = True):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.size = size
+        self.weight = nn.Parameter(torch.ones(size)) if has_weight else None
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., size]` -> `[..., size]`, in the input's dtype."""
         wide = hidden_states.float() if hidden_states.dtype in (torch.float16, torch.bfloat16) else hidden_states
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden_states.dtype)
+        normed = wide.to(hidden_states.dtype)
+        return normed if self.weight is None else self.weight * normed
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{self.size}, eps={self.eps}"
 
 
 class RotaryEmbedding(nn.Module):
@@ -153,9 +155,10 @@ class SoftmaxAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.attention_output_norm else None
+        norm = (self.head_dim, config.rms_norm_eps, config.norm_weights)
+        self.q_norm = RMSNorm(*norm) if config.qk_norm else None
+        self.k_norm = RMSNorm(*norm) if config.qk_norm else None
+        self.o_norm = RMSNorm(*norm) if config.attention_output_norm else None
         gate_width = {"none": 0, "headwise": len(heads), "elementwise": width}[config.attention_output_gate]
         self.g_proj = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
         self.head_scale = nn.Parameter(torch.ones(len(heads))) if config.attention_head_scale else None

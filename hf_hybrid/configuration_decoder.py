@@ -49,6 +49,9 @@ class DecoderConfig(PreTrainedConfig):
         attention_head_scale (`bool`): a learnable factor on each softmax head's output.
         logit_scaling_base (`float`, *optional*): a > 1 multiplies the logits by log(t + a) / log(a) at inference, t
             being the number of visible tokens (arXiv 2601.22156).
+        mlp_gated (`bool`): down(act(gate x) * up x), three matrices; False: down(act(up x)), two.
+        norm_weights (`bool`): whether RMS norms have weights.
+        zero_init_outputs (`bool`): new output projections of mixers and MLPs are zero: a new layer is the identity.
         attention_bias (`bool`): biases of the query, key and value projections.
         attention_output_bias (`bool`): bias of the output projection.
     """
@@ -86,6 +89,9 @@ class DecoderConfig(PreTrainedConfig):
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    mlp_gated: bool = True
+    norm_weights: bool = True
+    zero_init_outputs: bool = False
     attention_dropout: int | float = 0.0
     mlp_taper: dict | None = None
     layer_types: list[str] | None = None
@@ -222,6 +228,11 @@ class DecoderConfig(PreTrainedConfig):
     def has_softmax_heads(self, layer: int) -> bool:
         """Whether a layer has softmax attention at all, for which a mask must be made."""
         return True
+
+    @property
+    def embedding_width(self) -> int:
+        """Columns of the embedding and of the language-model head."""
+        return self.hidden_size
 
     @property
     def has_global_attention(self) -> bool:

@@ -194,12 +194,18 @@ class HwHConfig(DecoderConfig):
         heads = len(self.full_attention_heads[layer])
         window = "_sliding" if self.layer_sliding_window(layer) is not None else ""
         if heads == 0:
-            # Stock caches count tokens by their keys. A model without any full-attention head marks each position with
-            # one number in its first layer, so that `generate` can continue a cache.
-            return "hybrid" if layer == 0 and not self.counts_positions_by_keys else "linear_attention"
+            return "hybrid" if self.marks_positions(layer) else "linear_attention"
         if heads < self.num_attention_heads:
             return "hybrid" + window
         return "sliding_attention" if window else "full_attention"
+
+    def marks_positions(self, layer: int) -> bool:
+        """Whether a layer without keys caches one number a token.
+
+        Stock caches count tokens by their keys. A model without any full-attention head marks each position in its
+        first layer, so that `generate` can continue a cache.
+        """
+        return layer == 0 and not self.counts_positions_by_keys
 
     def validate_architecture(self):
         """Checks the fields against each other. Raises `ValueError` naming field and value."""

@@ -58,15 +58,32 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
+class PlainMLP(nn.Module):
+    """down(act(up x)): no gate, two matrices in place of three."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` -> `[..., hidden]`."""
+        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+
+
 class DecoderLayer(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + mlp(norm(x)). The MLP's width is the layer's own."""
 
     def __init__(self, config, layer_idx: int, token_mixer: nn.Module):
         super().__init__()
         self.token_mixer = token_mixer
-        self.mlp = GatedMLP(config.per_layer_config[layer_idx])
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = (GatedMLP if config.mlp_gated else PlainMLP)(config.per_layer_config[layer_idx])
+        norm = (config.hidden_size, config.rms_norm_eps, config.norm_weights)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(*norm), RMSNorm(*norm)
+        if config.zero_init_outputs:
+            # Told to the maps themselves: transformers initialises only modules with parameters of their own.
+            token_mixer.o_proj.starts_at_zero = self.mlp.down_proj.starts_at_zero = True
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """`[B, T, hidden]` -> `[B, T, hidden]`; `kwargs` are the mixer's."""
@@ -151,6 +168,8 @@ class DecoderPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
         elif isinstance(module, (SoftmaxAttention, GatedDeltaNet)) and module.head_scale is not None:
             init.ones_(module.head_scale)
+        elif getattr(module, "starts_at_zero", False):
+            init.zeros_(module.weight)
 
     @staticmethod
     def create_masks_for_generate(**kwargs) -> dict[str, torch.Tensor | None]:
@@ -163,12 +182,12 @@ class DecoderModel(DecoderPreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_width, config.pad_token_id)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer_idx, self.build_token_mixer(config, layer_idx))
             for layer_idx in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_weights)
         self.rotary_emb = RotaryEmbedding(config) if config.uses_rotary_positions else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -176,6 +195,15 @@ class DecoderModel(DecoderPreTrainedModel):
     def build_token_mixer(self, config, layer_idx: int) -> nn.Module:
         """The mixer of one layer; each family gives its own."""
         raise NotImplementedError(f"{type(self).__name__} must say which mixer layer {layer_idx} has")
+
+    def run_layers(self, hidden_states: torch.Tensor, cache: Cache | None, **kwargs) -> torch.Tensor:
+        """`[B, T, hidden]` -> `[B, T, hidden]`, before the final norm: each layer once, in their order.
+
+        `kwargs` are what [`DecoderLayer.forward`] takes, and those of [`DecoderModel.forward`] that it does not name.
+        """
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, cache=cache, **kwargs)
+        return hidden_states
 
     def _read_layout(
         self,
@@ -262,18 +290,16 @@ class DecoderModel(DecoderPreTrainedModel):
             cache = DynamicCache(config=self.config)
 
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(inputs_embeds, position_ids)
-        hidden_states = inputs_embeds
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                attention_masks=masks,
-                layout=layout,
-                position_embeddings=position_embeddings,
-                position_ids=position_ids,
-                cache=cache,
-                use_cache=use_cache,
-                **kwargs,
-            )
+        hidden_states = self.run_layers(
+            inputs_embeds,
+            attention_masks=masks,
+            layout=layout,
+            position_embeddings=position_embeddings,
+            position_ids=position_ids,
+            cache=cache,
+            use_cache=use_cache,
+            **kwargs,
+        )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
 
@@ -290,8 +316,12 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = self.decoder_class(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.embedding_width, config.vocab_size, bias=False)
         self.post_init()
+
+    def read_out(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """`[B, T, hidden]` -> logits `[B, T, vocab]`; `kwargs` are those of the forward pass."""
+        return self.lm_head(hidden_states)
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
@@ -322,7 +352,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        logits = self.read_out(outputs.last_hidden_state[:, kept], **kwargs)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -117,7 +117,8 @@ class GatedDeltaNet(nn.Module):
         self.marks_tokens = config.linear_start_token == "value"
         self.history_length = max(config.linear_conv_kernel_dim - 1, 1)
         self.activation = ACT2FN[config.linear_conv_activation]
-        self.o_norm = RMSNorm(self.value_dim, config.rms_norm_eps) if config.linear_output_norm else None
+        norm = (self.value_dim, config.rms_norm_eps, config.norm_weights)
+        self.o_norm = RMSNorm(*norm) if config.linear_output_norm else None
         gate_width = {"none": 0, "headwise": num_heads, "elementwise": values}[config.linear_output_gate]
         self.g_proj = nn.Linear(config.hidden_size, gate_width, bias=False) if gate_width else None
         self.head_scale = nn.Parameter(torch.ones(num_heads)) if config.linear_head_scale else None

@@ -59,7 +59,7 @@ class HeadwiseHybrid(nn.Module):
         self.mask_kind = "full_attention" if config.layer_sliding_window(layer_idx) is None else "sliding_attention"
         self.rotates_full = config.full_attention_rope[layer_idx]
         self.rotates_linear = config.linear_rope
-        self.marks_positions = layer_idx == 0 and not config.counts_positions_by_keys
+        self.marks_positions = config.marks_positions(layer_idx)
         num_full, num_linear = len(self.full_heads), config.num_attention_heads - len(self.full_heads)
         self.attention = SoftmaxAttention(config, layer_idx, self.full_heads) if num_full else None
         self.linear_attention = GatedDeltaNet(config, layer_idx, num_linear) if num_linear else None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid import HwHConfig, TLMConfig
+from hf_hybrid import HwHConfig, MobiusConfig, TLMConfig
 
 # Every size differs from every other, so that no transposed or broadcast dimension goes unseen.
 SIZES = {
@@ -67,6 +67,53 @@ FAMILIES = {
                 "linear_output_gate": "none",
                 "linear_output_norm": False,
             },
+        },
+    ),
+    "mobius": Family(
+        MobiusConfig,
+        {
+            "headwise": {
+                "num_block_groups": 3,
+                "passes": 2,
+                "start_group": 1,
+                "full_attention_heads": [SOME, [1, 2, 5], [0, 2, 4]],
+                "linear_value_head_dim": 10,
+            },
+            "looped": {
+                "num_block_groups": 3,
+                "passes": 3,
+                "depth_order": "looped",
+                "input_injection": True,
+                "pass_norm": True,
+                "qk_norm": True,
+                "mlp_taper": {"multiple_of": 4},
+            },
+            "layer-loop": {
+                "num_block_groups": 1,
+                "passes": 2,
+                "depth_order": "layer_loop",
+                "full_attention_heads": [ALL, [], ALL],
+                "sliding_window": 4,
+                "sliding_window_layers": [2],
+                "mlp_gated": False,
+                "hidden_act": "relu2",
+                "norm_weights": False,
+                "attention_output_norm": True,
+            },
+            "streams": {
+                "num_block_groups": 3,
+                "start_group": 2,
+                "stream_embeddings": True,
+                "sliding_window": 5,
+                "per_layer_config": {1: {"intermediate_size": 24}},
+            },
+            "groups": {
+                "num_hidden_layers": 4,
+                "num_block_groups": 2,
+                "passes": 2,
+                "full_attention_heads": [[], [1], [], [4]],
+            },
+            "gdn": {"num_block_groups": 3, "start_group": 1, "full_attention_heads": [[], [], []]},
         },
     ),
     "tlm": Family(

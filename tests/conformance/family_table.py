@@ -81,6 +81,23 @@ FAMILIES = (
         },
         attention_heads=(1, 2),
     ),
+    Family(
+        "Mobius",
+        hf_hybrid.MobiusConfig,
+        hf_hybrid.MobiusModel,
+        hf_hybrid.MobiusForCausalLM,
+        hf_hybrid.MobiusForSequenceClassification,
+        hf_hybrid.MobiusForTokenClassification,
+        fields={
+            "full_attention_heads": [[0, 2], [1, 3]],
+            "sliding_window": 64,
+            "num_block_groups": 2,
+            "passes": 2,
+            "start_group": 1,
+        },
+        # Both layers twice.
+        attention_heads=(2, 2, 2, 2),
+    ),
 )
 
 # The mixins look a class up by name in these tables to choose its labels, some while they are imported.

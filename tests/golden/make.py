@@ -48,6 +48,24 @@ GOLDEN = {
         linear_rope=True,
         per_layer_config={1: {"intermediate_size": 6}},
     ),
+    "mobius": hf_hybrid.MobiusConfig(
+        **SIZES,
+        num_block_groups=2,
+        passes=3,
+        start_group=1,
+        stream_embeddings=True,
+        input_injection=True,
+        pass_norm=True,
+        full_attention_heads=[[1, 2], [0, 3]],
+        linear_value_head_dim=3,
+    ),
+    "mobius-modded-gpt2": hf_hybrid.MobiusConfig.from_scratch(
+        "modded-gpt2",
+        **SIZES,
+        num_block_groups=1,
+        passes=2,
+        depth_order="layer_loop",
+    ),
     "tlm-gated": hf_hybrid.TLMConfig(
         **SIZES, token_mixer="gated_attention", mlp_taper={"multiple_of": 5}, tie_word_embeddings=True
     ),
