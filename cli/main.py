@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": "Turn a RoPE checkpoint into a head-wise hybrid one.",
     "calibrate": "Fit the output projections of a converted model in closed form.",
     "distill": "Train a converted model towards its source.",
+    "ring": "Train a Mobius model as a ring of workers (started by torchrun).",
     "taper": "Turn a uniform checkpoint into one whose MLPs narrow with depth.",
     "depth": "Measure how much each layer's MLP repeats the residual stream.",
     "loop": "Apply middle layers again without training, and measure whether it helps.",

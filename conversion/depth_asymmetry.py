@@ -44,13 +44,15 @@ class MLPAlignment:
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of a decoder, first to last. Raises `SourceError` if it has no list of them."""
-    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    # A looped model's text configuration counts the applications of its layers.
+    text_config = model.config.get_text_config(decoder=True)
+    depths = {text_config.num_hidden_layers, getattr(model.config, "num_hidden_layers", None)}
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth and _mlp(module[0]) is not None:
+        if isinstance(module, nn.ModuleList) and len(module) in depths and _mlp(module[0]) is not None:
             return list(module)
     raise SourceError(
-        f"{type(model).__name__} has no list of {depth} layers with an MLP (one of {', '.join(MLP_NAMES)}): its MLPs "
-        "can't be told from the rest"
+        f"{type(model).__name__} has no list of {text_config.num_hidden_layers} layers with an MLP (one of "
+        f"{', '.join(MLP_NAMES)}): its MLPs can't be told from the rest"
     )
 
 
@@ -71,7 +73,8 @@ def mlp_alignment(
     layers = decoder_layers(model)
     if input_ids.shape[1] < 2:
         raise SourceError(f"windows of {input_ids.shape[1]} tokens: first tokens are left out, give at least 2")
-    sums = torch.zeros(2, len(layers), dtype=torch.float64)
+    # Sums of both figures over tokens, and the tokens: a looped model applies a layer more than once.
+    sums = torch.zeros(3, len(layers), dtype=torch.float64)
     added: dict[int, Tensor] = {}
 
     def keep(index: int):
@@ -86,7 +89,7 @@ def mlp_alignment(
             stream = _states(output)[:, 1:].double() - mlp
             cosine = nn.functional.cosine_similarity(mlp, stream, dim=-1)
             norms = mlp.norm(dim=-1) / stream.norm(dim=-1).clamp(min=1e-12)
-            sums[:, index] += torch.stack([cosine.sum(), norms.sum()]).cpu()
+            sums[:, index] += torch.stack([cosine.sum(), norms.sum(), torch.ones_like(norms).sum()]).cpu()
 
         return hook
 
@@ -102,8 +105,7 @@ def mlp_alignment(
     finally:
         for handle in handles:
             handle.remove()
-    tokens = input_ids.shape[0] * (input_ids.shape[1] - 1)
-    cosine, relative_norm = sums / tokens
+    cosine, relative_norm = sums[:2] / sums[2]
     return MLPAlignment(cosine, relative_norm)
 
 

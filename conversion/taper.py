@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_hybrid.configuration_decoder import DecoderConfig
 from hf_hybrid.conversion.convert import convert
 from hf_hybrid.conversion.source_model import SourceError, load_complete
-from hf_hybrid.decoder import GatedMLP
+from hf_hybrid.decoder import GatedMLP, PlainMLP
 from hf_hybrid.width_taper import tapered_widths
 
 
@@ -42,7 +42,7 @@ def open_zoo_model(
         if loaded.config.is_heterogeneous:
             raise SourceError(f"{model} has MLPs of several widths already: give a model with one intermediate_size")
         for layer, mlp in enumerate(_mlps(loaded)):
-            if not isinstance(mlp, GatedMLP):
+            if not isinstance(mlp, (GatedMLP, PlainMLP)):
                 raise SourceError(
                     f"layer {layer} of {model} has a {type(mlp).__name__} in place of an MLP, whose width has no taper"
                 )
@@ -141,14 +141,19 @@ def _mlps(model: PreTrainedModel) -> list[nn.Module]:
     return [layer.mlp for layer in model.model.layers]
 
 
-def _keep_neurons(mlp: GatedMLP, kept: Tensor) -> None:
-    for projection in (mlp.gate_proj, mlp.up_proj):
+def _inputs(mlp: GatedMLP | PlainMLP) -> list[nn.Linear]:
+    """The input side of the neurons."""
+    return [mlp.gate_proj, mlp.up_proj] if isinstance(mlp, GatedMLP) else [mlp.up_proj]
+
+
+def _keep_neurons(mlp: GatedMLP | PlainMLP, kept: Tensor) -> None:
+    for projection in _inputs(mlp):
         _set(projection, projection.weight[kept], None if projection.bias is None else projection.bias[kept])
     _set(mlp.down_proj, mlp.down_proj.weight[:, kept], mlp.down_proj.bias)
 
 
-def _add_neurons(mlp: GatedMLP, count: int, std: float, generator: torch.Generator) -> None:
-    for projection in (mlp.gate_proj, mlp.up_proj):
+def _add_neurons(mlp: GatedMLP | PlainMLP, count: int, std: float, generator: torch.Generator) -> None:
+    for projection in _inputs(mlp):
         drawn = torch.randn(count, projection.in_features, generator=generator).to(projection.weight) * std
         bias = None if projection.bias is None else torch.cat([projection.bias, projection.bias.new_zeros(count)])
         _set(projection, torch.cat([projection.weight, drawn]), bias)

@@ -230,8 +230,10 @@ class Titans(nn.Module):
         self.memory = NeuralMemory(config, layer_idx)
         heads = list(range(config.num_attention_heads))
         self.attention = None if self.variant == "lmm" else SoftmaxAttention(config, layer_idx, heads)
-        self.memory_norm = RMSNorm(width, config.rms_norm_eps)
-        self.attention_norm = RMSNorm(width, config.rms_norm_eps) if self.variant == "mag" else None
+        self.memory_norm = RMSNorm(width, config.rms_norm_eps, config.norm_weights)
+        self.attention_norm = (
+            RMSNorm(width, config.rms_norm_eps, config.norm_weights) if self.variant == "mag" else None
+        )
         # The memory as a layer before attention gives back what attention reads.
         self.m_proj = nn.Linear(width, config.hidden_size, bias=False) if self.variant == "mal" else None
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Muon
 from transformers import Trainer, TrainingArguments
 
-from hf_hybrid.conversion.optimizers import BatchedMuon, ChainedOptimizer, build_optimizer, orthogonalize
+from hf_hybrid.training.optimizers import BatchedMuon, ChainedOptimizer, build_optimizer, orthogonalize
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

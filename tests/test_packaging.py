@@ -1,4 +1,4 @@
-"""What `pip install` puts where: `conversion`, `eval`, `cli` stand beside `hf_hybrid` and are installed inside it."""
+"""What `pip install` puts where: folders that stand beside `hf_hybrid` are installed inside it."""
 
 import shutil
 import subprocess
@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 INSTALLED_AS = {
     "hf_hybrid": "hf_hybrid",
     "conversion": "hf_hybrid/conversion",
+    "training": "hf_hybrid/training",
     "eval": "hf_hybrid/eval",
     "cli": "hf_hybrid/cli",
 }

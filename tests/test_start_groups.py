@@ -7,7 +7,7 @@ import torch
 from families import build, random_tokens
 from transformers import Trainer, TrainingArguments
 
-from hf_hybrid.conversion.start_groups import (
+from hf_hybrid.training.start_groups import (
     StartGroupCollator,
     balanced_start_groups,
     evaluate_starts,

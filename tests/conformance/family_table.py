@@ -82,6 +82,21 @@ FAMILIES = (
         attention_heads=(1, 2),
     ),
     Family(
+        "TLM",
+        hf_hybrid.TLMConfig,
+        hf_hybrid.TLMModel,
+        hf_hybrid.TLMForCausalLM,
+        hf_hybrid.TLMForSequenceClassification,
+        hf_hybrid.TLMForTokenClassification,
+        fields={
+            "token_mixer": "titans",
+            "memory_chunk_size": 4,
+            "sliding_window": 3,
+            "mlp_taper": {"multiple_of": 4},
+        },
+        attention_heads=(4, 4),
+    ),
+    Family(
         "Mobius",
         hf_hybrid.MobiusConfig,
         hf_hybrid.MobiusModel,

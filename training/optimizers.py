@@ -17,7 +17,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from hf_hybrid.conversion.depth_asymmetry import decoder_layers
 from hf_hybrid.validators import validate_choice
 
-MUONS = ("auto", "torch", "batched")
+MUONS = ("auto", "torch", "batched", "none")
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -117,6 +117,7 @@ class ChainedOptimizer(Optimizer):
 def build_optimizer(
     model: nn.Module,
     *,
+    layers: Sequence[nn.Module] | None = None,
     learning_rate: float = 3e-4,
     muon_learning_rate: float = 0.02,
     weight_decay: float = 0.0,
@@ -127,17 +128,20 @@ def build_optimizer(
 
     Args:
         model: a decoder of the zoo or of transformers; frozen parameters are left out.
+        layers: whose matrices Muon gets; default: the decoder's.
         learning_rate: of AdamW.
         muon_learning_rate: of Muon, with the scale of its first publication: sqrt(max(1, rows / columns)).
         weight_decay: of 2-D weights, decoupled.
         betas: of AdamW.
-        muon: `"torch"`, `"batched"`, or `"auto"`: torch's where all of Muon's parameters are on a CUDA device.
+        muon: `"torch"`, `"batched"`, or `"auto"`: torch's where all of Muon's parameters are on a CUDA device;
+            `"none"`: everything by AdamW.
 
     Raises:
         ValueError: for a model without decoder layers, or without anything to train.
     """
     validate_choice("muon", muon, MUONS)
-    in_layers = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
+    layers = [] if muon == "none" else decoder_layers(model) if layers is None else layers
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if id(parameter) in in_layers and parameter.ndim == 2]
     chosen = {id(parameter) for parameter in matrices}
