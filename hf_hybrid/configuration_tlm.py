@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from .configuration_decoder import DecoderConfig, hub_classes
 from .validators import validate_at_least, validate_choice, validate_range
 
-TOKEN_MIXERS = ("attention", "gated_attention", "titans")
+TOKEN_MIXERS = ("attention", "gated_attention", "titans", "hope")
 MEMORY_VARIANTS = ("mag", "mal", "lmm")
 
 # The paper's scales by parameters (arXiv 2606.23670). Its layer counts and widths are not public: these are ours, with
@@ -51,7 +51,8 @@ class TLMConfig(DecoderConfig):
         mlp_taper (`dict`, *optional*): see [`DecoderConfig`]; a cosine from 1.5 to 0.5 of `intermediate_size` unless
             told otherwise. `None` = every layer has `intermediate_size`.
         token_mixer (`str`): `"attention"`, `"gated_attention"` (arXiv 2505.06708; elementwise unless
-            `attention_output_gate` says `"headwise"`) or `"titans"` (arXiv 2501.00663).
+            `attention_output_gate` says `"headwise"`), `"titans"` (arXiv 2501.00663) or `"hope"` (arXiv 2512.24695):
+            attention, and a continuum memory in place of each MLP.
         memory_variant (`str`): how Titans joins memory and attention. `"mag"`: sliding-window attention, gated by the
             memory; `"mal"`: sliding-window attention over what the memory returns; `"lmm"`: the memory alone. The
             window of the first two is `sliding_window`, 1,024 tokens unless told otherwise.
@@ -65,6 +66,9 @@ class TLMConfig(DecoderConfig):
             about 0.0024 on.
         memory_forgetting (`float`): initial share of the memory that a token erases.
         memory_momentum (`float`): initial momentum of the inner gradient descent.
+        cms_periods (`list[int]`): levels of Hope's continuum memory, fastest first: how many optimizer steps each waits
+            for the next of its own. The levels share a layer's MLP width. Training follows them with
+            `hf_hybrid.training.cadence.CadenceCallback`; the function itself does not depend on them.
         kwargs: sizes and attention options of the chassis, see [`DecoderConfig`].
     """
 
@@ -87,6 +91,7 @@ class TLMConfig(DecoderConfig):
     memory_max_rate: int | float | None = None
     memory_forgetting: int | float = 1e-3
     memory_momentum: int | float = 0.9
+    cms_periods: list[int] = field(default_factory=lambda: [1, 4, 16])
 
     def derive_fields(self):
         """Resolves the gate of gated attention, and window and inner learning rate of Titans."""
@@ -110,6 +115,16 @@ class TLMConfig(DecoderConfig):
             )
         validate_at_least("memory_expansion", self.memory_expansion, 1)
         validate_at_least("memory_conv_kernel_dim", self.memory_conv_kernel_dim, 1)
+        for level, period in enumerate(self.cms_periods):
+            validate_at_least(f"cms_periods[{level}]", period, 1, " optimizer step")
+        if self.cms_periods != sorted(self.cms_periods) or not self.cms_periods:
+            raise ValueError(f"cms_periods is {self.cms_periods}: give one period a level, the fastest first")
+        narrowest = min(layer.intermediate_size for layer in self.per_layer_config)
+        if self.token_mixer == "hope" and narrowest < len(self.cms_periods):
+            raise ValueError(
+                f"cms_periods has {len(self.cms_periods)} levels, but the narrowest MLP has {narrowest} neurons: give "
+                "each level at least one"
+            )
         validate_range("memory_max_rate", self.memory_max_rate, 0, above=True)
         validate_range("memory_forgetting", self.memory_forgetting, 0, 1, above=True, below=True)
         validate_range("memory_momentum", self.memory_momentum, 0, 1, above=True, below=True)
@@ -135,7 +150,7 @@ class TLMConfig(DecoderConfig):
     @property
     def lora_target_modules(self) -> list[str]:
         """For peft: `LoraConfig(target_modules=config.lora_target_modules)` reaches every linear map of every layer."""
-        gates = {"attention": [], "gated_attention": ["g_proj"], "titans": ["a_proj", "e_proj", "t_proj"]}
+        gates = {"hope": [], "attention": [], "gated_attention": ["g_proj"], "titans": ["a_proj", "e_proj", "t_proj"]}
         before_attention = ["m_proj"] if self.token_mixer == "titans" and self.memory_variant == "mal" else []
         mixer = ["q_proj", "k_proj", "v_proj", *gates[self.token_mixer], *before_attention, "o_proj"]
         return [*mixer, "gate_proj", "up_proj", "down_proj"]

@@ -46,11 +46,12 @@ from .sequence_layout import (
 class GatedMLP(nn.Module):
     """Gated linear unit (arXiv 2002.05202): down(act(gate x) * up x)."""
 
-    def __init__(self, config):
+    def __init__(self, config, width: int | None = None):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        width = config.intermediate_size if width is None else width
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -61,10 +62,11 @@ class GatedMLP(nn.Module):
 class PlainMLP(nn.Module):
     """down(act(up x)): no gate, two matrices in place of three."""
 
-    def __init__(self, config):
+    def __init__(self, config, width: int | None = None):
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        width = config.intermediate_size if width is None else width
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -72,13 +74,18 @@ class PlainMLP(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
 
 
+def build_mlp(config, width: int | None = None) -> nn.Module:
+    """The configuration's kind of MLP, `intermediate_size` wide unless told otherwise."""
+    return (GatedMLP if config.mlp_gated else PlainMLP)(config, width)
+
+
 class DecoderLayer(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + mlp(norm(x)). The MLP's width is the layer's own."""
 
-    def __init__(self, config, layer_idx: int, token_mixer: nn.Module):
+    def __init__(self, config, layer_idx: int, token_mixer: nn.Module, mlp: nn.Module | None = None):
         super().__init__()
         self.token_mixer = token_mixer
-        self.mlp = (GatedMLP if config.mlp_gated else PlainMLP)(config.per_layer_config[layer_idx])
+        self.mlp = build_mlp(config.per_layer_config[layer_idx]) if mlp is None else mlp
         norm = (config.hidden_size, config.rms_norm_eps, config.norm_weights)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(*norm), RMSNorm(*norm)
         if config.zero_init_outputs:
@@ -184,7 +191,9 @@ class DecoderModel(DecoderPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_width, config.pad_token_id)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer_idx, self.build_token_mixer(config, layer_idx))
+            DecoderLayer(
+                config, layer_idx, self.build_token_mixer(config, layer_idx), self.build_mlp(config, layer_idx)
+            )
             for layer_idx in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_weights)
@@ -195,6 +204,10 @@ class DecoderModel(DecoderPreTrainedModel):
     def build_token_mixer(self, config, layer_idx: int) -> nn.Module:
         """The mixer of one layer; each family gives its own."""
         raise NotImplementedError(f"{type(self).__name__} must say which mixer layer {layer_idx} has")
+
+    def build_mlp(self, config, layer_idx: int) -> nn.Module | None:
+        """What stands in the place of one layer's MLP; None = the ordinary one."""
+        return None
 
     def run_layers(self, hidden_states: torch.Tensor, cache: Cache | None, **kwargs) -> torch.Tensor:
         """`[B, T, hidden]` -> `[B, T, hidden]`, before the final norm: each layer once, in their order.

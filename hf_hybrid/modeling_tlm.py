@@ -5,12 +5,14 @@ from torch import nn
 
 from .attention import SoftmaxAttention
 from .configuration_tlm import TLMConfig
+from .continuum_memory import ContinuumMemory, level_widths
 from .decoder import (
     DecoderForCausalLM,
     DecoderForSequenceClassification,
     DecoderForTokenClassification,
     DecoderModel,
     DecoderPreTrainedModel,
+    build_mlp,
 )
 from .titans import MemoryGates, NeuralMemory, Titans
 
@@ -55,6 +57,13 @@ class TLMModel(TLMPreTrainedModel, DecoderModel):
     def build_token_mixer(self, config: TLMConfig, layer_idx: int) -> nn.Module:
         """Titans, or attention with or without a gate."""
         return (Titans if config.token_mixer == "titans" else AttentionMixer)(config, layer_idx)
+
+    def build_mlp(self, config: TLMConfig, layer_idx: int) -> nn.Module | None:
+        """Hope's continuum memory, at the layer's width."""
+        if config.token_mixer != "hope":
+            return None
+        widths = level_widths(config.per_layer_config[layer_idx].intermediate_size, len(config.cms_periods))
+        return ContinuumMemory([build_mlp(config, width) for width in widths])
 
 
 class TLMForCausalLM(TLMPreTrainedModel, DecoderForCausalLM):

@@ -149,6 +149,7 @@ FAMILIES = {
                 "memory_chunk_size": 4,
                 "memory_expansion": 1,
             },
+            "hope": {"mlp_taper": {"multiple_of": 4}, "token_mixer": "hope", "cms_periods": [1, 2, 4]},
         },
     ),
 }

@@ -81,6 +81,7 @@ GOLDEN = {
         attention_bias=True,
         mlp_taper=None,
     ),
+    "tlm-hope": hf_hybrid.TLMConfig(**SIZES, token_mixer="hope", cms_periods=[1, 3], mlp_taper={"multiple_of": 5}),
 }
 
 
