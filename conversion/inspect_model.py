@@ -133,7 +133,10 @@ def _layer_caches(model: nn.Module) -> tuple[LayerCache, ...]:
             known.add(layer)
         elif getattr(module, "marks_positions", False):
             token[layer] += itemsize
-    missing = set(range(len(kinds))) - known
+    # A looped model has a slot for each application of a layer.
+    order = getattr(model.config, "layer_order", None)
+    applied = list(range(len(kinds))) if order is None else [layer for layer, _ in order()]
+    missing = set(applied) - known
     if missing:
         raise ValueError(
             f"layer {min(missing)} of this {model.config.model_type} model caches something other than the keys and "
@@ -143,5 +146,5 @@ def _layer_caches(model: nn.Module) -> tuple[LayerCache, ...]:
     windows = [getattr(kind, "sliding_window", None) for kind in kinds]
     return tuple(
         LayerCache(token[layer], window and window - 1, recurrent[layer], conv[layer])
-        for layer, window in enumerate(windows)
+        for layer, window in zip(applied, windows, strict=True)
     )

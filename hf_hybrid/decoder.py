@@ -209,6 +209,16 @@ class DecoderModel(DecoderPreTrainedModel):
         """What stands in the place of one layer's MLP; None = the ordinary one."""
         return None
 
+    def embed_inputs(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        """`[B, T, width]` of the tokens, or as given. Raises `ValueError` for both, neither, or another shape."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give input_ids or inputs_embeds, one of the two")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids have shape {list(input_ids.shape)}: give [batch, tokens]")
+        return self.embed_tokens(input_ids)
+
     def run_layers(self, hidden_states: torch.Tensor, cache: Cache | None, **kwargs) -> torch.Tensor:
         """`[B, T, hidden]` -> `[B, T, hidden]`, before the final norm: each layer once, in their order.
 
@@ -289,12 +299,7 @@ class DecoderModel(DecoderPreTrainedModel):
             kwargs: `cu_seq_lens_q` `[N + 1]` names the documents of one flattened row; the rest goes to the attention
                 function.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give input_ids or inputs_embeds, one of the two")
-        if inputs_embeds is None:
-            if input_ids.ndim != 2:
-                raise ValueError(f"input_ids have shape {list(input_ids.shape)}: give [batch, tokens]")
-            inputs_embeds = self.embed_tokens(input_ids)
+        inputs_embeds = self.embed_inputs(input_ids, inputs_embeds)
 
         position_ids, masks, layout = self._read_layout(
             inputs_embeds, attention_mask, position_ids, cache, kwargs.get("cu_seq_lens_q")

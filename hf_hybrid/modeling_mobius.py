@@ -145,10 +145,7 @@ class MobiusModel(MobiusPreTrainedModel, DecoderModel):
                 `config.start_group`. Rows that start alike run together, the sets of rows one after the other. What a
                 cache is continued with must start where the cache did.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give input_ids or inputs_embeds, one of the two")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
+        inputs_embeds = self.embed_inputs(input_ids, inputs_embeds)
         starts = read_start_groups(start_groups, self.config, len(inputs_embeds))
         arguments = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache, **kwargs}
         if isinstance(starts, int):
