@@ -82,6 +82,7 @@ def test_parameters_by_part(case, tied):
         "MLPs": count(*(layer.mlp for layer in layers)),
         "norms": count(
             model.model.norm,
+            getattr(model.model, "pass_norm", None),
             *(norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)),
         )
         + of_mixers("memory_norm", "attention_norm"),
