@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from .configuration_dual_stream import DualStreamConfig
 from .configuration_hwh import HwHConfig
 from .configuration_mobius import MobiusConfig
 from .configuration_tlm import TLMConfig
@@ -39,6 +40,16 @@ _FAMILIES = [
             AutoModelForCausalLM: "MobiusForCausalLM",
             AutoModelForSequenceClassification: "MobiusForSequenceClassification",
             AutoModelForTokenClassification: "MobiusForTokenClassification",
+        },
+    ),
+    (
+        DualStreamConfig,
+        "modeling_dual_stream",
+        {
+            AutoModel: "DualStreamModel",
+            AutoModelForCausalLM: "DualStreamForCausalLM",
+            AutoModelForSequenceClassification: "DualStreamForSequenceClassification",
+            AutoModelForTokenClassification: "DualStreamForTokenClassification",
         },
     ),
     (

@@ -152,6 +152,13 @@ class DecoderConfig(PreTrainedConfig):
             merged["per_layer_config"] = changed.get("per_layer_config")
         return super().from_dict(merged, **kwargs)
 
+    def to_dict(self) -> dict:
+        """Like the parent's; widths that a taper gives are left out, they derive from it."""
+        content = super().to_dict()
+        if self.mlp_taper is not None:
+            content.pop("per_layer_config", None)
+        return content
+
     def derive_fields(self):
         """A family's own derivations: after the sizes are known, before `layer_types` is."""
 

@@ -190,16 +190,16 @@ class DecoderModel(DecoderPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_width, config.pad_token_id)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                config, layer_idx, self.build_token_mixer(config, layer_idx), self.build_mlp(config, layer_idx)
-            )
-            for layer_idx in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(self.build_layer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_weights)
         self.rotary_emb = RotaryEmbedding(config) if config.uses_rotary_positions else None
         self.gradient_checkpointing = False
         self.post_init()
+
+    def build_layer(self, config, layer_idx: int) -> nn.Module:
+        """One layer, of the family's mixer and MLP."""
+        mixer, mlp = self.build_token_mixer(config, layer_idx), self.build_mlp(config, layer_idx)
+        return DecoderLayer(config, layer_idx, mixer, mlp)
 
     def build_token_mixer(self, config, layer_idx: int) -> nn.Module:
         """The mixer of one layer; each family gives its own."""
@@ -337,6 +337,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.embedding_width, config.vocab_size, bias=False)
         self.post_init()
 
+    def backbone_inputs(self, logits_to_keep: int | torch.Tensor) -> dict:
+        """What else a family's decoder must know of the positions whose logits are kept."""
+        return {}
+
     def read_out(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """`[B, T, hidden]` -> logits `[B, T, vocab]`; `kwargs` are those of the forward pass."""
         return self.lm_head(hidden_states)
@@ -367,6 +371,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **self.backbone_inputs(logits_to_keep),
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_hybrid import HwHConfig, MobiusConfig, TLMConfig
+from hf_hybrid import DualStreamConfig, HwHConfig, MobiusConfig, TLMConfig
 
 # Every size differs from every other, so that no transposed or broadcast dimension goes unseen.
 SIZES = {
@@ -114,6 +114,19 @@ FAMILIES = {
                 "full_attention_heads": [[], [1], [], [4]],
             },
             "gdn": {"num_block_groups": 3, "start_group": 1, "full_attention_heads": [[], [], []]},
+        },
+    ),
+    "dual_stream": Family(
+        DualStreamConfig,
+        {
+            "dual": {"prediction_window": 2, "mlp_taper": {"multiple_of": 4}, "qk_norm": True},
+            "dual-0": {"prediction_window": 0, "attention_bias": True, "attention_output_bias": True},
+            "delayed": {"stream_mode": "delayed_state", "prediction_window": 3},
+            "reverse": {"stream_mode": "reverse", "prediction_window": 1},
+            "double": {"stream_mode": "double_memory"},
+            "query-only": {"stream_mode": "query_only"},
+            "query-only-bias": {"stream_mode": "query_only", "mlp_bias": True},
+            "standard": {"stream_mode": "standard"},
         },
     ),
     "tlm": Family(

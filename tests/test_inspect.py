@@ -74,9 +74,9 @@ def test_parameters_by_part(case, tied):
 
     layers = model.model.layers
     assert size.parameters == {
-        "embedding": count(model.model.embed_tokens),
+        "embedding": count(model.model.embed_tokens, getattr(model.model, "predict_embedding", None)),
         "output projections": of_mixers("o_proj", "m_proj"),
-        "full-attention mixers": of_mixers("attention"),
+        "full-attention mixers": of_mixers("attention", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm"),
         "linear mixers": of_mixers("linear_attention"),
         "neural memories": of_mixers("memory"),
         "MLPs": count(*(layer.mlp for layer in layers)),

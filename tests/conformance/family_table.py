@@ -82,6 +82,15 @@ FAMILIES = (
         attention_heads=(1, 2),
     ),
     Family(
+        "DualStream",
+        hf_hybrid.DualStreamConfig,
+        hf_hybrid.DualStreamModel,
+        hf_hybrid.DualStreamForCausalLM,
+        hf_hybrid.DualStreamForSequenceClassification,
+        hf_hybrid.DualStreamForTokenClassification,
+        fields={"prediction_window": 3, "mlp_taper": {"multiple_of": 4}},
+    ),
+    Family(
         "TLM",
         hf_hybrid.TLMConfig,
         hf_hybrid.TLMModel,
