@@ -66,6 +66,12 @@ GOLDEN = {
         passes=2,
         depth_order="layer_loop",
     ),
+    "dual-stream": hf_hybrid.DualStreamConfig(
+        **SIZES, prediction_window=2, qk_norm=True, attention_bias=True, tie_word_embeddings=True
+    ),
+    "dual-stream-reverse": hf_hybrid.DualStreamConfig(
+        **SIZES, stream_mode="reverse", prediction_window=1, mlp_taper={"multiple_of": 5}
+    ),
     "tlm-gated": hf_hybrid.TLMConfig(
         **SIZES, token_mixer="gated_attention", mlp_taper={"multiple_of": 5}, tie_word_embeddings=True
     ),
