@@ -129,6 +129,7 @@ class DecoderConfig(PreTrainedConfig):
                 "derived"
             )
         self.layer_types = derived
+        self.allow_global_per_layer_attribute_access = True
         self.auto_map = {**self.family_auto_map, **(kwargs.pop("auto_map", None) or {})}
         if widths := self._per_layer_widths(kwargs.pop("per_layer_config", None) or {}):
             kwargs["per_layer_config"] = {layer: {"intermediate_size": width} for layer, width in widths.items()}
@@ -154,7 +155,13 @@ class DecoderConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict:
         """Like the parent's; widths that a taper gives are left out, they derive from it."""
-        content = super().to_dict()
+        return self._without_derived_widths(super().to_dict())
+
+    def to_diff_dict(self) -> dict:
+        """As [`DecoderConfig.to_dict`], of what differs from the defaults."""
+        return self._without_derived_widths(super().to_diff_dict())
+
+    def _without_derived_widths(self, content: dict) -> dict:
         if self.mlp_taper is not None:
             content.pop("per_layer_config", None)
         return content

@@ -57,12 +57,22 @@ class Pairs:
         # Then the last places do not hold the last pairs.
         self.has_gaps = has_inner_padding(padding)
         self.documents = documents
+        self._masks: dict[tuple, torch.Tensor] = {}
 
-    def mask(self, config: DualStreamConfig, queries: list[tuple[range, bool]], keys: list[tuple[range, bool]]):
+    def mask(
+        self, config: DualStreamConfig, queries: list[tuple[range, bool]], keys: list[tuple[range, bool]]
+    ) -> torch.Tensor:
         """`[B or 1, 1, queries, keys]`, True = seen, for runs of places and whether they are predictions.
 
-        Places beyond the pairs that there are, in a static cache, are seen by none.
+        Places beyond the pairs that there are, in a static cache, are seen by none. All layers but the last ask for
+        the same, which is made once.
         """
+        asked = (*queries, None, *keys)
+        if asked not in self._masks:
+            self._masks[asked] = self._mask(config, queries, keys)
+        return self._masks[asked]
+
+    def _mask(self, config: DualStreamConfig, queries: list, keys: list) -> torch.Tensor:
         query_place, query_is_prediction = self._runs(queries)
         key_place, key_is_prediction = self._runs(keys)
         exists = key_place < self.past + self.length
