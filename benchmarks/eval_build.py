@@ -19,8 +19,8 @@ from pathlib import Path
 from lm_eval.tasks import TaskManager
 from runner import report
 
+from hf_hybrid.conversion.text_data import load_text
 from hf_hybrid.eval import TASKS
-from hf_hybrid.eval.haystack import text
 from hf_hybrid.eval.settings import Settings
 
 RESULTS = Path(__file__).parent / "results" / "eval_build.json"
@@ -36,7 +36,7 @@ def trained_tokenizer(folder):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([text(None)], trainers.BpeTrainer(vocab_size=49152, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator([load_text()], trainers.BpeTrainer(vocab_size=49152, initial_alphabet=alphabet))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
 
