@@ -49,7 +49,7 @@ def load_source(
     else:
         # Otherwise the weights may stay packed, depending on which kernels are installed.
         options["quantization_config"] = GgufConfig(dequantize=True)
-    device = _checked_device(device)
+    device = checked_device(device)
     loaded = load_complete(
         AutoModelForCausalLM, model, location, dtype=dtype, attn_implementation=attn_implementation, **options
     )
@@ -123,7 +123,8 @@ def _refuse_quantised(model: str | Path, config) -> None:
         raise SourceError(f"{model} is quantised ({method}); use the unquantised checkpoint that it was made from")
 
 
-def _checked_device(device: torch.device | str) -> torch.device | str:
+def checked_device(device: torch.device | str) -> torch.device | str:
+    """The device as it is. Raises `SourceError` if it cannot be used here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

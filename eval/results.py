@@ -84,7 +84,9 @@ class Store:
         if self.overwrite:
             return None
         values = ", ".join(f"{name} {cell.run.get(name)!r} there, {run[name]!r} here" for name in different)
-        raise ResultsError(f"{path} holds {cell.label} of another run ({values}): choose another folder, or overwrite")
+        raise ResultsError(
+            f"{path} holds {cell.label} of another run ({values}): choose another folder, or --overwrite"
+        )
 
     def save(self, cell: Cell) -> None:
         """Writes one cell, in one piece."""

@@ -20,6 +20,7 @@ from transformers import Cache, PreTrainedModel
 
 import hf_hybrid  # noqa: F401  (registers the zoo with the Auto classes)
 from hf_hybrid.conversion.analyze import training_length
+from hf_hybrid.conversion.source_model import checked_device
 from hf_hybrid.conversion.text_data import load_text
 from hf_hybrid.eval import TASKS
 from hf_hybrid.eval.extrapolation import Bucket, buckets, nll_by_position, require_positions
@@ -134,12 +135,13 @@ def task_manager(names: Sequence[str], metadata: dict[str, Any]) -> TaskManager:
 def prepare(subject: Subject, plan: Plan) -> tuple[SharedPrefixLM, dict[str, Task]]:
     """The loaded model and the tasks with their documents, once they are known to fit each other."""
     longest = max(plan.lengths)
+    device = checked_device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         lm = SharedPrefixLM(
             pretrained=subject.location,
             gguf_file=subject.gguf_file,
             dtype=plan.dtype,
-            device=plan.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=device,
             batch_size=plan.batch_size,
             trust_remote_code=plan.trust_remote_code,
             share=plan.share_prefixes,

@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_hybrid import HwHConfig
+from hf_hybrid import DualStreamConfig, HwHConfig, MobiusConfig, TLMConfig
 from hf_hybrid.eval.prefix_sharing import Branch, SharedPrefixLM, prefix_tree, tokens_read
 
 SIZES = {
@@ -36,7 +36,22 @@ CONFIGS = {
     "olmo_hybrid": lambda: CONFIG_MAPPING["olmo_hybrid"](**SIZES, **LINEAR),
     "hwh": lambda: HwHConfig(**SIZES, full_attention_heads=[[0, 1], [], [2, 3, 4, 5]]),
     "hwh-linear": lambda: HwHConfig(**SIZES, full_attention_heads=[[], [], []]),
+    "tlm-mag": lambda: TLMConfig(
+        **SIZES,
+        token_mixer="titans",
+        memory_chunk_size=8,
+        memory_max_rate=1e-3,
+        sliding_window=7,
+        mlp_taper={"multiple_of": 2},
+    ),
+    "tlm-lmm": lambda: TLMConfig(
+        **SIZES, token_mixer="titans", memory_variant="lmm", memory_chunk_size=5, memory_max_rate=1e-3, mlp_taper=None
+    ),
+    "mobius": lambda: MobiusConfig(**SIZES, num_block_groups=3, passes=2, start_group=1),
+    "dual-stream": lambda: DualStreamConfig(**SIZES, prediction_window=5),
+    "query-only": lambda: DualStreamConfig(**SIZES, stream_mode="query_only"),
 }
+SHARPER = {"tlm-mag": 6, "tlm-lmm": 6, "dual-stream": 12, "query-only": 12}
 
 
 def small_model(name: str):
@@ -45,7 +60,7 @@ def small_model(name: str):
     with torch.no_grad():
         for parameter in model.parameters():
             # Sharp enough for the answers to differ.
-            parameter.mul_(3 if parameter.dim() > 1 else 1)
+            parameter.mul_(SHARPER.get(name, 3) if parameter.dim() > 1 else 1)
     return model
 
 
