@@ -268,6 +268,8 @@ class DualStreamPreTrainedModel(DecoderPreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
+    # Nothing decays here.
+    _keep_in_fp32_modules_strict = None
     _can_record_outputs = {"hidden_states": OutputRecorder(ReadStream, capture_initial_hidden_state=False)}
 
     @torch.no_grad()

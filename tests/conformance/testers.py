@@ -39,8 +39,8 @@ class ModelTester:
         config = self.get_config()
         self.hidden_size = config.hidden_size
         self.num_hidden_layers = config.num_hidden_layers
-        # A looped family returns one for each application of a layer.
-        self.expected_num_hidden_layers = config.get_text_config(decoder=True).num_hidden_layers + 1
+        # A looped model records each application of a layer.
+        self.expected_num_hidden_layers = getattr(config, "num_layer_applications", config.num_hidden_layers) + 1
         self.num_attention_heads = config.num_attention_heads
 
     def get_config(self):
